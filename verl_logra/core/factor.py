@@ -1,0 +1,73 @@
+"""The update factor on its way to the weights: int8 rows with one fp32 scale, applied with exact arithmetic.
+
+``U`` is rounded before anyone applies it: ``q = round(U / s)`` in int8, ``s`` one fp32 scale per row. With a sign
+projection ``q @ signs`` is a sum of at most ``rank`` integers of at most 127: exact in fp32, TF32 included, in any order
+and under any sharding as long as ``127 rank < 2^24``. Then ``delta = c * (q @ signs)`` and ``W = W * decay - delta`` are
+separate fp32 operations, each rounded once, so the trainer's shards, a rollout worker's shards and a single process end
+with the same bits.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Float32, Int8
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 1 << 22  # of the dense product at a time: 16 MiB in fp32
+
+
+def round_rows_(update: Float[Tensor, "out rank"]) -> Float32[Tensor, "out"]:
+    """Rounds each row to int8 multiples of its scale, in place; returns the scales (0 for a zero row)."""
+    scale = update.abs().amax(dim=1).float().div_(127)
+    codes = int8_codes(update, scale)
+    update.copy_(codes.float() * scale.unsqueeze(1))
+    return scale
+
+
+def int8_codes(update: Float[Tensor, "out rank"], scale: Float32[Tensor, "out"]) -> Int8[Tensor, "out rank"]:
+    """The int8 codes of a rounded factor. Recovers them exactly from ``codes * scale`` stored in fp32 or bf16."""
+    safe = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
+    return update.float().div(safe).round_().clamp_(-127, 127).to(torch.int8)
+
+
+def row_coefficient(scale: Float32[Tensor, "out"], alpha: float, rank: int) -> Float32[Tensor, "out"]:
+    """What each row of ``codes @ signs`` is multiplied by: ``alpha * scale / sqrt(rank)``, rounded to fp32 once more.
+
+    This tensor, not its ingredients, goes over the wire.
+    """
+    return scale * (alpha / math.sqrt(rank))
+
+
+def apply_codes_(
+    weight: Float32[Tensor, "out in"],
+    codes: Int8[Tensor, "out rank"],
+    coefficient: Float32[Tensor, "out"],
+    signs: Float32[Tensor, "rank in"],
+    decay: float = 1.0,
+) -> None:
+    """``W = decay * W - coefficient * (codes @ signs)``, in place, bit for bit the same on any device and sharding.
+
+    The dense product exists for a block of rows at a time.
+    """
+    rows = max(1, _BLOCK_ELEMENTS // max(1, signs.shape[1]))
+    for w, q, c in zip(weight.split(rows), codes.split(rows), coefficient.split(rows), strict=True):
+        delta = (q.float() @ signs).mul_(c.unsqueeze(1))
+        if decay != 1.0:
+            w.mul_(decay)
+        w.sub_(delta)
+
+
+def apply_factor_(
+    weight: Float32[Tensor, "out in"],
+    update: Float[Tensor, "out rank"],
+    alpha: float,
+    projection: Float32[Tensor, "rank in"],
+    decay: float = 1.0,
+) -> None:
+    """``W = decay * W - alpha U A``, in place, for factors and projections whose product is not exact."""
+    rows = max(1, _BLOCK_ELEMENTS // max(1, projection.shape[1]))
+    for w, u in zip(weight.split(rows), update.split(rows), strict=True):
+        delta = (u.float() @ projection).mul_(alpha)
+        if decay != 1.0:
+            w.mul_(decay)
+        w.sub_(delta)

@@ -1,0 +1,29 @@
+"""An fp32 weight as a bf16 weight and its low half, so that small updates are not lost in bf16.
+
+``hi = bf16(W)`` is what the model computes with; ``lo = bits(W) - (bits(hi) << 16)`` fits int16 except at an exact tie,
+where rounding to even may go up or down; there the weight's low half 0x8000 is nudged up by one bit on every side that
+splits, which keeps the round trip exact. 2 extra bytes per parameter, and together they are the fp32 weight.
+"""
+
+import torch
+from jaxtyping import BFloat16, Float32, Int16
+from torch import Tensor
+
+
+def split_weight(
+    weight: Float32[Tensor, "*shape"],
+) -> tuple[BFloat16[Tensor, "*shape"], Int16[Tensor, "*shape"]]:
+    """``W -> (hi, lo)``. ``join_weight`` returns ``W`` bit for bit, except that a low half of 0x8000 becomes 0x8001."""
+    bits = weight.view(torch.int32)
+    bits = bits + (bits.bitwise_and(0xFFFF) == 0x8000).int()
+    high = bits.view(torch.float32).bfloat16()
+    low = bits - high.view(torch.int16).int().bitwise_left_shift(16)
+    return high, low.to(torch.int16)
+
+
+def join_weight(
+    high: BFloat16[Tensor, "*shape"], low: Int16[Tensor, "*shape"]
+) -> Float32[Tensor, "*shape"]:
+    """``(hi, lo) -> W``."""
+    bits = high.view(torch.int16).int().bitwise_left_shift(16) + low.int()
+    return bits.view(torch.float32)

@@ -1,0 +1,117 @@
+"""LoGRA inside verl's FSDP2 engines, for actor and critic.
+
+The engine class that verl would use on this platform is subclassed and registered for the (device, vendor) pair, which
+verl looks up before the device alone. With another optimizer the subclass does exactly what its base does.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from verl.utils.device import get_device_name, get_vendor
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+
+from verl_logra.integrations.settings import logra_settings, refuse_strategy, wants_logra
+from verl_logra.optimizer import LoGRA
+from verl_logra.sketch import install
+
+
+class LoGRAEngine:
+    """Mixin over ``FSDPEngineWithLMHead`` and ``FSDPEngineWithValueHead``."""
+
+    module: torch.nn.Module
+    optimizer: Any
+
+    def __init__(self, *, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        self.logra_config = logra_settings(
+            model_config=model_config, engine_config=engine_config, optimizer_config=optimizer_config
+        )
+        super().__init__(  # type: ignore[call-arg]
+            model_config=model_config,
+            engine_config=engine_config,
+            optimizer_config=optimizer_config,
+            checkpoint_config=checkpoint_config,
+        )
+
+    def _build_module(self) -> torch.nn.Module:
+        module = super()._build_module()  # type: ignore[misc]
+        if self.logra_config is not None:
+            install(module, self.logra_config)
+        return module
+
+    def _build_optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
+        if self.logra_config is None:
+            return super()._build_optimizer(module)  # type: ignore[misc]
+        optim = self.optimizer_config  # type: ignore[attr-defined]
+        return LoGRA(module, self.logra_config, lr=optim.lr, weight_decay=optim.weight_decay)
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
+        if self.logra_config is not None and self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
+            for name, value in self._logra_metrics().items():
+                outputs["metrics"][f"logra_{name}"] = Metric(AggregationType.MEAN, value)
+        return outputs
+
+    def optimizer_step(self) -> float:
+        if self.logra_config is not None:
+            self.optimizer.last_step = None
+        return super().optimizer_step()  # type: ignore[misc]
+
+    def _logra_metrics(self) -> dict[str, float]:
+        step = self.optimizer.last_step
+        # verl does not call the optimizer when the gradient norm is not finite.
+        metrics = {"applied": 0.0, "alpha": 0.0} if step is None else step.metrics()
+        metrics |= {"targets": float(len(self.optimizer.targets)), "updates": float(self.optimizer.num_updates)}
+        return metrics | {"state_bytes": float(self.optimizer.state_bytes())}
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        exported = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+        self._weights_leave()
+        return exported
+
+    def get_per_tensor_param_shard(self, *args: Any, **kwargs: Any) -> Any:
+        exported = super().get_per_tensor_param_shard(*args, **kwargs)  # type: ignore[misc]
+        self._weights_leave()
+        return exported
+
+    def _weights_leave(self) -> None:
+        if self.logra_config is not None and self.logra_config.refresh == "sync":
+            self.optimizer.refresh_projections()
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        if self.logra_config is not None and local_path is not None:
+            world_size = torch.distributed.get_world_size()
+            written = glob.glob(os.path.join(local_path, "optim_world_size_*_rank_0.pt"))
+            if written and not os.path.exists(os.path.join(local_path, f"optim_world_size_{world_size}_rank_0.pt")):
+                raise ValueError(
+                    f"{local_path} was written by another number of ranks ({os.path.basename(written[0])}) than the "
+                    f"{world_size} of this run: resume with as many, or merge the model with verl.model_merger and "
+                    f"start from it"
+                )
+        super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+
+
+class _RefusingEngine:
+    """Mixin over engines of other strategies: LoGRA is refused by name before anything is built."""
+
+    def __init__(self, *, optimizer_config: Any, engine_config: Any, **kwargs: Any) -> None:
+        if optimizer_config is not None and wants_logra(optimizer_config):
+            refuse_strategy(engine_config.strategy)
+        super().__init__(optimizer_config=optimizer_config, engine_config=engine_config, **kwargs)  # type: ignore[call-arg]
+
+
+def register_engines() -> None:
+    """Puts LoGRA's engines before verl's for this platform: the FSDP2 ones train, all others refuse."""
+    device, vendor = get_device_name(), get_vendor()
+    for model_type in ("language_model", "value_model"):
+        for backend, registered in EngineRegistry._engines[model_type].items():
+            if device not in registered and (device, vendor) not in registered:
+                continue
+            base: type[BaseEngine] = EngineRegistry.get_engine_cls(model_type, backend)
+            mixin = LoGRAEngine if backend == "fsdp2" else _RefusingEngine
+            registered[(device, vendor)] = type(f"{mixin.__name__}_{base.__name__}".lstrip("_"), (mixin, base), {})

@@ -1,0 +1,36 @@
+"""What ``import verl`` loads (entry point ``verl.plugins``): it registers, and imports nothing heavy.
+
+verl logs a plugin's import errors at DEBUG only, where nobody sees them; here they are printed before they are raised.
+"""
+
+import logging
+import os
+from types import ModuleType
+
+logger = logging.getLogger(__name__)
+
+
+def _register_engines(_: ModuleType) -> None:
+    if _ON_CPU:
+        import verl_logra.cpu.engine
+
+        verl_logra.cpu.engine.register_engines()
+    import verl_logra.integrations.engine
+
+    verl_logra.integrations.engine.register_engines()
+
+
+_ON_CPU = os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+
+try:
+    from verl_logra.integrations.when_imported import when_imported
+
+    if _ON_CPU:
+        import verl_logra.cpu.platform  # noqa: F401  (registers the platform)
+        from verl_logra.cpu.process_group import use_valid_cpu_backend
+
+        when_imported("verl.utils.distributed", use_valid_cpu_backend)
+    when_imported("verl.workers.engine", _register_engines)
+except Exception:
+    logger.exception("verl_logra could not register with verl: LoGRA is not available in this process")
+    raise

@@ -1,0 +1,387 @@
+"""The LoGRA optimizer: RowAdam on gradient sketches, applied through a rounded low-rank factor (arXiv 2610.06647).
+
+One step has two halves. ``propose`` turns the sketches ``U.grad`` into the update factor and writes it into ``U``, where
+a probe can look at it; ``commit`` applies ``alpha`` times it to the weights, zeroes ``U`` and draws new projections.
+Between the two nothing has happened yet: ``discard`` forgets the proposal and leaves weights, moments, projections and
+the update count as they were.
+
+State per target is ``second_moment [out]`` in fp32, sharded with the rows of ``U``; a bf16 weight also keeps its low half
+``[out, in]`` in int16, so that it moves as an fp32 one would. Everything that is not a target is trained by a nested
+``torch.optim.AdamW`` that shares ``param_groups`` and ``state`` with this optimizer, so that schedulers, checkpoints and
+offloading see one optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from verl_logra.config import LoGRAConfig
+from verl_logra.core import factor, row_adam
+from verl_logra.core.split_weight import join_weight, split_weight
+from verl_logra.sketch import Target, install, taps_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """One proposed update, before anything has moved. Norms are over all targets and ranks; fp32 scalars on device."""
+
+    sketch_norm: Tensor
+    """``||S||_F``, an unbiased estimate of the targets' gradient norm (after clipping)."""
+    update_norm: Tensor
+    """``||U A||_F``, the norm of the unscaled update without weight decay."""
+    weight_norm: Tensor
+    """``||W||_F``."""
+    decay: float
+    """Relative weight decay ``lr * weight_decay`` of the unscaled update."""
+    second_moments: list[Tensor]
+    """The next ``v`` of each target, local rows."""
+    row_scales: list[Tensor | None]
+    """Scale of each row of an int8 factor, local rows; None for other factor dtypes."""
+
+    @property
+    def update_ratio(self) -> Tensor:
+        """``||U A|| / ||W||`` of the unscaled update."""
+        return self.update_norm / self.weight_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What the last ``step`` did."""
+
+    proposal: Proposal | None
+    """None: the gradient was not finite and nothing was proposed."""
+    alpha: float
+    """Scale of the applied update; 0 for a refused one."""
+    applied: bool
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a log, on the host."""
+        if self.proposal is None:
+            return {"applied": 0.0, "alpha": 0.0}
+        return {
+            "applied": float(self.applied),
+            "alpha": self.alpha,
+            "sketch_norm": float(self.proposal.sketch_norm),
+            "update_ratio": self.alpha * float(self.proposal.update_ratio),
+        }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like_rows(local: Tensor, update: Tensor, *trailing: int) -> Tensor:
+    """A tensor of ``[out, *trailing]`` sharded by rows as ``update`` is, from this rank's rows."""
+    if not isinstance(update, DTensor):
+        return local
+    shape = torch.Size((update.shape[0], *trailing))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, update.device_mesh, update.placements, shape=shape, stride=stride)
+
+
+class LoGRA(torch.optim.Optimizer):
+    """LoGRA on any ``torch.nn.Module``, sharded by FSDP2 or not.
+
+    Args:
+        model: installs the targets if ``verl_logra.install`` was not called; that must come before ``fully_shard``.
+        config: settings, or a mapping of them.
+        lr: learning rate. ``scale="ratio"`` uses its ratio to this initial value, ``scale="lr"`` the value itself.
+        weight_decay: decoupled: each update multiplies the weights by ``1 - alpha * lr * weight_decay``.
+
+    Raises:
+        TypeError: ``model`` is not a module (in verl: the stock engine built the optimizer; the message says why).
+        ValueError: see ``verl_logra.install``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: LoGRAConfig | Mapping[str, Any] | None = None,
+        *,
+        lr: float = 1e-6,
+        weight_decay: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "LoGRA needs the model, not its parameters. In verl the stock engine built it, so the plugin is not in "
+                "charge: set actor_rollout_ref.actor.strategy=fsdp2 (critic.strategy=fsdp2), and see whether "
+                "`python -c 'import verl_logra.integrations.plugin'` works in the environment of the workers"
+            )
+        if settings:
+            raise TypeError(f"unknown arguments {sorted(settings)}: put settings into config")
+        if not isinstance(config, LoGRAConfig):
+            config = LoGRAConfig.from_dict(config or {})
+        if not lr >= 0 or not weight_decay >= 0:
+            raise ValueError(f"lr={lr!r} and weight_decay={weight_decay!r} must not be negative")
+        self.config = config
+        self.targets: dict[str, Target] = install(model, config)
+        taps = taps_of(model)
+        assert taps is not None
+        self.taps = taps
+        self.step_scale: Callable[[LoGRA], float | None] | None = None
+        """Decides ``alpha`` between the halves of ``step``; None refuses the step."""
+        self.last_step: StepReport | None = None
+        self._proposal: Proposal | None = None
+        self._checked_sketches = False
+
+        updates = [target.update for target in self.targets.values()]
+        group = {"params": updates, "lr": lr, "weight_decay": weight_decay, "base_lr": lr, "num_updates": 0}
+        group |= {"num_refreshes": 0, "target_names": list(self.targets)}
+        super().__init__([group], {"lr": lr, "weight_decay": weight_decay})
+        self._init_target_state()
+
+        own = {id(update) for update in updates}
+        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+        self._adamw: torch.optim.AdamW | None = None
+        if rest:
+            a = config.adamw
+            self._adamw = torch.optim.AdamW(
+                rest,
+                lr=lr if a.lr is None else a.lr,
+                betas=a.betas,
+                eps=a.eps,
+                weight_decay=weight_decay if a.weight_decay is None else a.weight_decay,
+            )
+            self.add_param_group(self._adamw.param_groups[0])
+            self._share_with_adamw()
+
+    def _share_with_adamw(self) -> None:
+        if self._adamw is not None:
+            self._adamw.param_groups = self.param_groups[1:]
+            self._adamw.state = self.state
+
+    @torch.no_grad()
+    def _init_target_state(self) -> None:
+        for target, update in self._targets_and_updates():
+            weight, update_rows = _local(target.module.weight), _local(update)
+            if isinstance(update, DTensor) and not (
+                update.placements[-1].is_shard(0) and target.module.weight.placements == update.placements
+            ):
+                raise ValueError(
+                    f"{target.name} is sharded as {target.module.weight.placements}; LoGRA needs both its weight and "
+                    f"its update parameter sharded by rows: use fully_shard without a shard_placement_fn"
+                )
+            update_rows.zero_()  # sharded loading may have left it uninitialised
+            v = torch.zeros(update_rows.shape[0], dtype=torch.float32, device=update_rows.device)
+            self.state[update]["second_moment"] = _like_rows(v, update)
+            if weight.dtype == torch.bfloat16:
+                low = torch.zeros(weight.shape, dtype=torch.int16, device=weight.device)
+                self.state[update]["low_half"] = _like_rows(low, update, target.in_features)
+            elif weight.dtype != torch.float32:
+                raise ValueError(f"{target.name} is stored in {weight.dtype}; LoGRA trains float32 and bfloat16 weights")
+
+    def _targets_and_updates(self) -> list[tuple[Target, nn.Parameter]]:
+        return list(zip(self.targets.values(), self.param_groups[0]["params"], strict=True))
+
+    @property
+    def num_updates(self) -> int:
+        """Updates applied so far."""
+        return self.param_groups[0]["num_updates"]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Proposes an update, asks ``step_scale`` how much of it to apply, and commits. A non-finite gradient or a
+        refusal leaves everything as it was; ``last_step`` tells what happened."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        proposal = self.propose()
+        if not self._all_finite(proposal):
+            logger.warning("LoGRA skips update %d: the gradient is not finite", self.num_updates + 1)
+            self.discard()
+            self.last_step = StepReport(proposal=None, alpha=0.0, applied=False)
+            return loss
+        alpha = 1.0 if self.step_scale is None else self.step_scale(self)
+        if alpha is None:
+            self.discard()
+        else:
+            self.commit(alpha)
+        self.last_step = StepReport(proposal=proposal, alpha=alpha or 0.0, applied=alpha is not None)
+        return loss
+
+    @torch.no_grad()
+    def propose(self) -> Proposal:
+        """Writes the update factor into every target's ``U`` (rounded as it will be applied) and returns its norms.
+
+        Raises:
+            RuntimeError: a target has no sketch after the first backward, or a proposal is already open.
+        """
+        if self._proposal is not None:
+            raise RuntimeError("a proposal is already open: call commit(alpha) or discard() first")
+        config, group = self.config, self.param_groups[0]
+        targets = self._targets_and_updates()
+        sketches = [_local(s) for s in self._sketches(targets)]
+        device = sketches[0].device
+
+        moments, rms = [], []
+        for (_, update), sketch in zip(targets, sketches, strict=True):
+            v = _local(self.state[update]["second_moment"])
+            v = row_adam.updated_second_moment(v, sketch, config.beta2)
+            moments.append(v)
+            rms.append(row_adam.row_rms(v, config.beta2, self.num_updates + 1))
+        eps: Tensor | list[float] = [config.eps] * len(targets)
+        if config.scale == "ratio" and config.optimizer == "row_adam":
+            rms_sums = self._sum_over_rows(torch.stack([r.sum(dtype=torch.float64) for r in rms]))
+            num_rows = torch.tensor([update.shape[0] for _, update in targets], device=device)
+            # A layer without any gradient keeps eps itself, so that 0 / eps stays 0.
+            eps = (config.eps * rms_sums / num_rows).float().clamp_(min=torch.finfo(torch.float32).tiny)
+
+        norms = torch.empty(len(targets), 4, dtype=torch.float64, device=device)
+        for i, ((target, update), sketch) in enumerate(zip(targets, sketches, strict=True)):
+            rows = _local(update)
+            rows.copy_(sketch)
+            if config.optimizer == "row_adam":
+                row_adam.direction_(rows, rms[i], eps[i])
+            norms[i, 0] = row_adam.squared_norm(sketch)
+            norms[i, 1] = row_adam.squared_norm(rows)
+            norms[i, 2] = row_adam.projected_squared_norm(rows, target.projection().to(device))
+            norms[i, 3] = row_adam.squared_norm(_local(target.module.weight))
+        norms = self._sum_over_rows(norms)
+        sketch_sq, direction_sq, update_sq, weight_sq = norms.unbind(1)
+
+        # Factor of each layer's direction: its sketch norm restored, then one factor for all layers.
+        if config.scale == "ratio":
+            layer_factor = (sketch_sq / direction_sq).nan_to_num_(0.0).sqrt_()
+            update_norm = (layer_factor.square() * update_sq).sum().sqrt_()
+            lr_share = group["lr"] / group["base_lr"] if group["base_lr"] else 0.0
+            layer_factor *= (config.update_ratio * lr_share * weight_sq.sum().sqrt() / update_norm).nan_to_num_(0.0, 0.0)
+        else:
+            layer_factor = torch.full_like(sketch_sq, group["lr"])
+        update_norm = (layer_factor.square() * update_sq).sum().sqrt_()
+
+        row_scales: list[Tensor | None] = []
+        for (_, update), f in zip(targets, layer_factor.float(), strict=True):
+            rows = _local(update).mul_(f)
+            row_scales.append(None)
+            if config.factor_dtype == "int8":
+                row_scales[-1] = factor.round_rows_(rows)
+            elif config.factor_dtype == "bfloat16":
+                rows.copy_(rows.bfloat16())
+        self._proposal = Proposal(
+            sketch_norm=sketch_sq.sum().sqrt_().float(),
+            update_norm=update_norm.float(),
+            weight_norm=weight_sq.sum().sqrt_().float(),
+            decay=group["lr"] * group["weight_decay"],
+            second_moments=moments,
+            row_scales=row_scales,
+        )
+        return self._proposal
+
+    @torch.no_grad()
+    def commit(self, alpha: float = 1.0) -> None:
+        """Applies ``alpha`` times the proposed update, decay and the nested AdamW's displacement included."""
+        proposal = self._take_proposal()
+        decay = 1.0 - alpha * proposal.decay
+        for (target, update), v, scale in zip(
+            self._targets_and_updates(), proposal.second_moments, proposal.row_scales, strict=True
+        ):
+            self._apply(target, update, alpha, scale, decay)
+            _local(self.state[update]["second_moment"]).copy_(v)
+            _local(update).zero_()
+        if self._adamw is not None:
+            lrs = [g["lr"] for g in self._adamw.param_groups]
+            for g, lr in zip(self._adamw.param_groups, lrs, strict=True):
+                g["lr"] = lr * alpha
+            try:
+                self._adamw.step()
+            finally:
+                for g, lr in zip(self._adamw.param_groups, lrs, strict=True):
+                    g["lr"] = lr
+        self.param_groups[0]["num_updates"] += 1
+        if self.config.refresh == "update":
+            self.refresh_projections()
+
+    def _apply(self, target: Target, update: nn.Parameter, alpha: float, scale: Tensor | None, decay: float) -> None:
+        weight, rows = _local(target.module.weight.data), _local(update)
+        low = self.state[update].get("low_half")
+        full = weight if low is None else join_weight(weight, _local(low))
+        if scale is not None and self.config.projection == "rademacher":
+            signs = target.unscaled_projection(torch.float32, rows.device)
+            coefficient = factor.row_coefficient(scale, alpha, self.config.rank)
+            factor.apply_codes_(full, factor.int8_codes(rows, scale), coefficient, signs, decay)
+        else:
+            factor.apply_factor_(full, rows, alpha, target.projection().to(rows.device), decay)
+        if low is not None:
+            high, low_rows = split_weight(full)
+            weight.copy_(high)
+            _local(low).copy_(low_rows)
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forgets the proposed update: weights, moments, projections and counts stay as they were."""
+        self._take_proposal()
+        for _, update in self._targets_and_updates():
+            _local(update).zero_()
+
+    def _take_proposal(self) -> Proposal:
+        if self._proposal is None:
+            raise RuntimeError("no proposal is open: call propose() first")
+        proposal, self._proposal = self._proposal, None
+        return proposal
+
+    def refresh_projections(self) -> None:
+        """Draws new projections. Called by ``commit``; with ``refresh="sync"`` by whoever has sent the weights."""
+        self.param_groups[0]["num_refreshes"] += 1
+        self.taps.refresh = self.param_groups[0]["num_refreshes"]
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank, the nested AdamW's included."""
+        return sum(
+            _local(t).numel() * t.element_size() for s in self.state.values() for t in s.values() if isinstance(t, Tensor)
+        )
+
+    def _sketches(self, targets: list[tuple[Target, nn.Parameter]]) -> list[Tensor]:
+        missing = [target.name for target, update in targets if update.grad is None]
+        if missing and not self._checked_sketches:
+            # An expert that got no token has no sketch either; a whole model of them is no accident.
+            bypassed = [name for name in missing if ".experts." not in name] or (missing if len(missing) == len(targets) else [])
+            if bypassed:
+                raise RuntimeError(
+                    f"{len(bypassed)} targets have no sketch after the first backward, so their forward does not call "
+                    f"nn.Linear (a fused kernel?) or reentrant checkpointing cut them off: {', '.join(bypassed[:6])}. "
+                    f"Switch the fused kernel off, set use_reentrant=False, or put them into exclude_modules"
+                )
+        self._checked_sketches = True
+        return [torch.zeros_like(u) if u.grad is None else u.grad for _, u in targets]
+
+    def _sum_over_rows(self, sums: Tensor) -> Tensor:
+        """Adds up per-rank sums over local rows, in place, over the group that the rows are sharded over."""
+        update = self.param_groups[0]["params"][0]
+        if isinstance(update, DTensor):
+            dist.all_reduce(sums, group=update.device_mesh.get_group(update.device_mesh.ndim - 1))
+        return sums
+
+    def _all_finite(self, proposal: Proposal) -> bool:
+        grads = [p.grad for g in self.param_groups[1:] for p in g["params"] if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        return bool(torch.isfinite(proposal.sketch_norm + total.to(proposal.sketch_norm.device)))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but the state of targets keeps its dtypes.
+
+        Raises:
+            ValueError: the checkpoint was written for other targets.
+        """
+        saved = state_dict["param_groups"][0].get("target_names")
+        if saved != list(self.targets):
+            differ = sorted(set(saved or []) ^ set(self.targets)) if saved else ["(not a LoGRA checkpoint)"]
+            raise ValueError(f"the optimizer checkpoint is for other targets; they differ in: {', '.join(differ[:6])}")
+        super().load_state_dict(state_dict)
+        for update, index in zip(self.param_groups[0]["params"], state_dict["param_groups"][0]["params"], strict=True):
+            for key, value in state_dict["state"][index].items():
+                self.state[update][key] = value.detach().clone().to(update.device)
+        self.taps.refresh = self.param_groups[0]["num_refreshes"]
+        self._share_with_adamw()
