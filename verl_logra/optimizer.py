@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_logra.config import LoGRAConfig
 from verl_logra.core import factor, row_adam
-from verl_logra.core.split_weight import join_weight, split_weight
+from verl_logra.core.split_weight import join_weight, nudge_ties_, split_weight
 from verl_logra.sketch import Target, install, taps_of
 
 logger = logging.getLogger(__name__)
@@ -132,6 +132,8 @@ class LoGRA(torch.optim.Optimizer):
         self.step_scale: Callable[[LoGRA], float | None] | None = None
         """Decides ``alpha`` between the halves of ``step``; None refuses the step."""
         self.last_step: StepReport | None = None
+        self.listeners: list[Callable[[factor.AppliedUpdate], None]] = []
+        """Told what every committed update did to the targets; nothing is kept when there are none."""
         self._proposal: Proposal | None = None
         self._checked_sketches = False
 
@@ -284,10 +286,13 @@ class LoGRA(torch.optim.Optimizer):
         """Applies ``alpha`` times the proposed update, decay and the nested AdamW's displacement included."""
         proposal = self._take_proposal()
         decay = 1.0 - alpha * proposal.decay
+        factors: list[tuple[Tensor, Tensor] | None] = []
         for (target, update), v, scale in zip(
             self._targets_and_updates(), proposal.second_moments, proposal.row_scales, strict=True
         ):
-            self._apply(target, update, alpha, scale, decay)
+            applied = self._apply(target, update, alpha, scale, decay)
+            if self.listeners:
+                factors.append(applied)
             _local(self.state[update]["second_moment"]).copy_(v)
             _local(update).zero_()
         if self._adamw is not None:
@@ -300,23 +305,36 @@ class LoGRA(torch.optim.Optimizer):
                 for g, lr in zip(self._adamw.param_groups, lrs, strict=True):
                     g["lr"] = lr
         self.param_groups[0]["num_updates"] += 1
+        if self.listeners:
+            exact = [f for f in factors if f is not None]
+            record = factor.AppliedUpdate(
+                self.num_updates, self.taps.refresh, decay, exact if len(exact) == len(factors) else None
+            )
+            for listener in self.listeners:
+                listener(record)
         if self.config.refresh == "update":
             self.refresh_projections()
 
-    def _apply(self, target: Target, update: nn.Parameter, alpha: float, scale: Tensor | None, decay: float) -> None:
+    def _apply(
+        self, target: Target, update: nn.Parameter, alpha: float, scale: Tensor | None, decay: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Applies the update to one target; returns codes and coefficients if that was exact."""
         weight, rows = _local(target.module.weight.data), _local(update)
         low = self.state[update].get("low_half")
         full = weight if low is None else join_weight(weight, _local(low))
+        applied = None
         if scale is not None and self.config.projection == "rademacher":
             signs = target.unscaled_projection(torch.float32, rows.device)
-            coefficient = factor.row_coefficient(scale, alpha, self.config.rank)
-            factor.apply_codes_(full, factor.int8_codes(rows, scale), coefficient, signs, decay)
+            applied = factor.int8_codes(rows, scale), factor.row_coefficient(scale, alpha, self.config.rank)
+            factor.apply_codes_(full, *applied, signs, decay)
+            nudge_ties_(full)
         else:
             factor.apply_factor_(full, rows, alpha, target.projection().to(rows.device), decay)
         if low is not None:
             high, low_rows = split_weight(full)
             weight.copy_(high)
             _local(low).copy_(low_rows)
+        return applied
 
     @torch.no_grad()
     def discard(self) -> None:

@@ -8,12 +8,26 @@ with the same bits.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Float32, Int8
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 1 << 22  # of the dense product at a time: 16 MiB in fp32
+
+
+class AppliedUpdate(NamedTuple):
+    """What one committed update did to the targets: enough to repeat it elsewhere, bit for bit."""
+
+    number: int
+    """Updates applied once this one is, from 1."""
+    refresh: int
+    """Refresh number of the projection that the factors belong to."""
+    decay: float
+    """What the weights were multiplied by first."""
+    factors: list[tuple[Int8[Tensor, "rows rank"], Float32[Tensor, "rows"]]] | None
+    """Codes and row coefficients of the local rows of every target, in order; None if the product is not exact."""
 
 
 def round_rows_(update: Float[Tensor, "out rank"]) -> Float32[Tensor, "out"]:

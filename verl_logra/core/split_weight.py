@@ -10,6 +10,16 @@ from jaxtyping import BFloat16, Float32, Int16
 from torch import Tensor
 
 
+def nudge_ties_(weight: Float32[Tensor, "*shape"]) -> None:
+    """Moves weights whose low half is exactly 0x8000 up by one bit, away from zero, in place.
+
+    Afterwards ``bf16(W)`` and a low half of 16 bits are all of ``W``; a trainer that keeps fp32 weights nudges after
+    every update, so that it equals a receiver that keeps halves.
+    """
+    bits = weight.view(torch.int32)
+    bits.add_(bits.bitwise_and(0xFFFF) == 0x8000)
+
+
 def split_weight(
     weight: Float32[Tensor, "*shape"],
 ) -> tuple[BFloat16[Tensor, "*shape"], Int16[Tensor, "*shape"]]:
