@@ -186,6 +186,10 @@ class LoGRA(torch.optim.Optimizer):
     def _targets_and_updates(self) -> list[tuple[Target, nn.Parameter]]:
         return list(zip(self.targets.values(), self.param_groups[0]["params"], strict=True))
 
+    def target_weights(self) -> list[tuple[str, nn.Parameter, Tensor | None]]:
+        """Name, (sharded) weight and, for a weight stored in bf16, (sharded) low half of every target."""
+        return [(t.name, t.module.weight, self.state[u].get("low_half")) for t, u in self._targets_and_updates()]
+
     @property
     def num_updates(self) -> int:
         """Updates applied so far."""
