@@ -138,6 +138,8 @@ class LoGRA(torch.optim.Optimizer):
         self._checked_sketches = False
 
         updates = [target.update for target in self.targets.values()]
+        # The sharded parameters: a module shows its unsharded ones while FSDP2 keeps it gathered after a forward.
+        self._weights = [target.module.weight for target in self.targets.values()]
         group = {"params": updates, "lr": lr, "weight_decay": weight_decay, "base_lr": lr, "num_updates": 0}
         group |= {"num_refreshes": 0, "target_names": list(self.targets)}
         super().__init__([group], {"lr": lr, "weight_decay": weight_decay})
@@ -165,15 +167,15 @@ class LoGRA(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _init_target_state(self) -> None:
-        for target, update in self._targets_and_updates():
-            weight, update_rows = _local(target.module.weight), _local(update)
+        for target, weight, update in self._rows():
             if isinstance(update, DTensor) and not (
-                update.placements[-1].is_shard(0) and target.module.weight.placements == update.placements
+                update.placements[-1].is_shard(0) and weight.placements == update.placements
             ):
                 raise ValueError(
-                    f"{target.name} is sharded as {target.module.weight.placements}; LoGRA needs both its weight and "
-                    f"its update parameter sharded by rows: use fully_shard without a shard_placement_fn"
+                    f"{target.name} is sharded as {weight.placements}; LoGRA needs both its weight and its update "
+                    f"parameter sharded by rows: use fully_shard without a shard_placement_fn"
                 )
+            weight, update_rows = _local(weight), _local(update)
             update_rows.zero_()  # sharded loading may have left it uninitialised
             v = torch.zeros(update_rows.shape[0], dtype=torch.float32, device=update_rows.device)
             self.state[update]["second_moment"] = _like_rows(v, update)
@@ -183,12 +185,18 @@ class LoGRA(torch.optim.Optimizer):
             elif weight.dtype != torch.float32:
                 raise ValueError(f"{target.name} is stored in {weight.dtype}; LoGRA trains float32 and bfloat16 weights")
 
-    def _targets_and_updates(self) -> list[tuple[Target, nn.Parameter]]:
-        return list(zip(self.targets.values(), self.param_groups[0]["params"], strict=True))
+    def _rows(self) -> list[tuple[Target, nn.Parameter, nn.Parameter]]:
+        """Each target with its (sharded) weight and update parameter."""
+        return list(zip(self.targets.values(), self._weights, self.param_groups[0]["params"], strict=True))
 
     def target_weights(self) -> list[tuple[str, nn.Parameter, Tensor | None]]:
         """Name, (sharded) weight and, for a weight stored in bf16, (sharded) low half of every target."""
-        return [(t.name, t.module.weight, self.state[u].get("low_half")) for t, u in self._targets_and_updates()]
+        return [(t.name, weight, self.state[update].get("low_half")) for t, weight, update in self._rows()]
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """The open proposal, between ``propose`` and ``commit`` or ``discard``."""
+        return self._proposal
 
     @property
     def num_updates(self) -> int:
@@ -209,7 +217,11 @@ class LoGRA(torch.optim.Optimizer):
             self.discard()
             self.last_step = StepReport(proposal=None, alpha=0.0, applied=False)
             return loss
-        alpha = 1.0 if self.step_scale is None else self.step_scale(self)
+        try:
+            alpha = 1.0 if self.step_scale is None else self.step_scale(self)
+        except BaseException:
+            self.discard()
+            raise
         if alpha is None:
             self.discard()
         else:
@@ -227,12 +239,12 @@ class LoGRA(torch.optim.Optimizer):
         if self._proposal is not None:
             raise RuntimeError("a proposal is already open: call commit(alpha) or discard() first")
         config, group = self.config, self.param_groups[0]
-        targets = self._targets_and_updates()
-        sketches = [_local(s) for s in self._sketches(targets)]
+        targets = self._rows()
+        sketches = [_local(s) for s in self._sketches()]
         device = sketches[0].device
 
         moments, rms = [], []
-        for (_, update), sketch in zip(targets, sketches, strict=True):
+        for (_, _, update), sketch in zip(targets, sketches, strict=True):
             v = _local(self.state[update]["second_moment"])
             v = row_adam.updated_second_moment(v, sketch, config.beta2)
             moments.append(v)
@@ -240,12 +252,12 @@ class LoGRA(torch.optim.Optimizer):
         eps: Tensor | list[float] = [config.eps] * len(targets)
         if config.scale == "ratio" and config.optimizer == "row_adam":
             rms_sums = self._sum_over_rows(torch.stack([r.sum(dtype=torch.float64) for r in rms]))
-            num_rows = torch.tensor([update.shape[0] for _, update in targets], device=device)
+            num_rows = torch.tensor([update.shape[0] for _, _, update in targets], device=device)
             # A layer without any gradient keeps eps itself, so that 0 / eps stays 0.
             eps = (config.eps * rms_sums / num_rows).float().clamp_(min=torch.finfo(torch.float32).tiny)
 
         norms = torch.empty(len(targets), 4, dtype=torch.float64, device=device)
-        for i, ((target, update), sketch) in enumerate(zip(targets, sketches, strict=True)):
+        for i, ((target, weight, update), sketch) in enumerate(zip(targets, sketches, strict=True)):
             rows = _local(update)
             rows.copy_(sketch)
             if config.optimizer == "row_adam":
@@ -253,7 +265,7 @@ class LoGRA(torch.optim.Optimizer):
             norms[i, 0] = row_adam.squared_norm(sketch)
             norms[i, 1] = row_adam.squared_norm(rows)
             norms[i, 2] = row_adam.projected_squared_norm(rows, target.projection().to(device))
-            norms[i, 3] = row_adam.squared_norm(_local(target.module.weight))
+            norms[i, 3] = row_adam.squared_norm(_local(weight))
         norms = self._sum_over_rows(norms)
         sketch_sq, direction_sq, update_sq, weight_sq = norms.unbind(1)
 
@@ -268,7 +280,7 @@ class LoGRA(torch.optim.Optimizer):
         update_norm = (layer_factor.square() * update_sq).sum().sqrt_()
 
         row_scales: list[Tensor | None] = []
-        for (_, update), f in zip(targets, layer_factor.float(), strict=True):
+        for (_, _, update), f in zip(targets, layer_factor.float(), strict=True):
             rows = _local(update).mul_(f)
             row_scales.append(None)
             if config.factor_dtype == "int8":
@@ -291,10 +303,10 @@ class LoGRA(torch.optim.Optimizer):
         proposal = self._take_proposal()
         decay = 1.0 - alpha * proposal.decay
         factors: list[tuple[Tensor, Tensor] | None] = []
-        for (target, update), v, scale in zip(
-            self._targets_and_updates(), proposal.second_moments, proposal.row_scales, strict=True
+        for (target, weight, update), v, scale in zip(
+            self._rows(), proposal.second_moments, proposal.row_scales, strict=True
         ):
-            applied = self._apply(target, update, alpha, scale, decay)
+            applied = self._apply(target, _local(weight), update, alpha, scale, decay)
             if self.listeners:
                 factors.append(applied)
             _local(self.state[update]["second_moment"]).copy_(v)
@@ -320,10 +332,10 @@ class LoGRA(torch.optim.Optimizer):
             self.refresh_projections()
 
     def _apply(
-        self, target: Target, update: nn.Parameter, alpha: float, scale: Tensor | None, decay: float
+        self, target: Target, weight: Tensor, update: nn.Parameter, alpha: float, scale: Tensor | None, decay: float
     ) -> tuple[Tensor, Tensor] | None:
         """Applies the update to one target; returns codes and coefficients if that was exact."""
-        weight, rows = _local(target.module.weight.data), _local(update)
+        rows = _local(update)
         low = self.state[update].get("low_half")
         full = weight if low is None else join_weight(weight, _local(low))
         applied = None
@@ -344,7 +356,7 @@ class LoGRA(torch.optim.Optimizer):
     def discard(self) -> None:
         """Forgets the proposed update: weights, moments, projections and counts stay as they were."""
         self._take_proposal()
-        for _, update in self._targets_and_updates():
+        for update in self.param_groups[0]["params"]:
             _local(update).zero_()
 
     def _take_proposal(self) -> Proposal:
@@ -364,19 +376,20 @@ class LoGRA(torch.optim.Optimizer):
             _local(t).numel() * t.element_size() for s in self.state.values() for t in s.values() if isinstance(t, Tensor)
         )
 
-    def _sketches(self, targets: list[tuple[Target, nn.Parameter]]) -> list[Tensor]:
-        missing = [target.name for target, update in targets if update.grad is None]
+    def _sketches(self) -> list[Tensor]:
+        rows = self._rows()
+        missing = [target.name for target, _, update in rows if update.grad is None]
         if missing and not self._checked_sketches:
-            # An expert that got no token has no sketch either; a whole model of them is no accident.
-            bypassed = [name for name in missing if ".experts." not in name] or (missing if len(missing) == len(targets) else [])
-            if bypassed:
+            # An expert that got no token has no sketch either.
+            bypassed = [name for name in missing if ".experts." not in name]
+            if bypassed or len(missing) == len(rows):
                 raise RuntimeError(
-                    f"{len(bypassed)} targets have no sketch after the first backward, so their forward does not call "
-                    f"nn.Linear (a fused kernel?) or reentrant checkpointing cut them off: {', '.join(bypassed[:6])}. "
+                    f"{len(missing)} targets have no sketch after the first backward, so their forward does not call "
+                    f"nn.Linear (a fused kernel?) or reentrant checkpointing cut them off: {', '.join(missing[:6])}. "
                     f"Switch the fused kernel off, set use_reentrant=False, or put them into exclude_modules"
                 )
         self._checked_sketches = True
-        return [torch.zeros_like(u) if u.grad is None else u.grad for _, u in targets]
+        return [torch.zeros_like(u) if u.grad is None else u.grad for _, _, u in rows]
 
     def _sum_over_rows(self, sums: Tensor) -> Tensor:
         """Adds up per-rank sums over local rows, in place, over the group that the rows are sharded over."""

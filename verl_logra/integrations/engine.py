@@ -9,15 +9,20 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from verl.utils.device import get_device_name, get_vendor
 from verl.utils.metric import AggregationType, Metric
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 
+from verl_logra.controller import KLController
+from verl_logra.integrations.batch import mean_log_prob_difference, probe_sequences
 from verl_logra.integrations.settings import logra_settings, refuse_strategy, wants_logra
 from verl_logra.optimizer import LoGRA
+from verl_logra.probe import Probe
 from verl_logra.sketch import install
 
 
@@ -37,6 +42,8 @@ class LoGRAEngine:
             optimizer_config=optimizer_config,
             checkpoint_config=checkpoint_config,
         )
+        self.kl_controller: KLController | None = None
+        self._train_data: Any = None
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()  # type: ignore[misc]
@@ -48,7 +55,15 @@ class LoGRAEngine:
         if self.logra_config is None:
             return super()._build_optimizer(module)  # type: ignore[misc]
         optim = self.optimizer_config  # type: ignore[attr-defined]
-        return LoGRA(module, self.logra_config, lr=optim.lr, weight_decay=optim.weight_decay)
+        optimizer = LoGRA(module, self.logra_config, lr=optim.lr, weight_decay=optim.weight_decay)
+        if self.logra_config.kl is not None:
+            self.kl_controller = KLController(optimizer, self.logra_config.kl)
+        return optimizer
+
+    def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+        if not forward_only:
+            self._train_data = data
+        return super().forward_backward_batch(data, loss_function, forward_only=forward_only)  # type: ignore[misc]
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
@@ -60,12 +75,40 @@ class LoGRAEngine:
     def optimizer_step(self) -> float:
         if self.logra_config is not None:
             self.optimizer.last_step = None
-        return super().optimizer_step()  # type: ignore[misc]
+        if self.kl_controller is not None:
+            self._prepare_probe(self.kl_controller)
+        self._train_data = None
+        # Probe sequences are whole on every rank: the sequence-parallel attention must not split them.
+        sequence_parallel_group = get_ulysses_sequence_parallel_group()
+        set_ulysses_sequence_parallel_group(None)
+        try:
+            return super().optimizer_step()  # type: ignore[misc]
+        finally:
+            set_ulysses_sequence_parallel_group(sequence_parallel_group)
+
+    def _prepare_probe(self, controller: KLController) -> None:
+        kl = controller.config
+        data = self._train_data
+        dtype = self._autocast_dtype  # type: ignore[attr-defined]
+        controller.probe = Probe(
+            self.module,
+            probe_sequences(data, kl.probe_sequences, kl.temperature),
+            max_tokens=kl.probe_max_tokens,
+            method=kl.probe,
+            autocast=nullcontext
+            if dtype == torch.float32
+            else lambda: torch.autocast(get_device_name(), dtype=dtype),
+        )
+        difference = mean_log_prob_difference(data)
+        if difference is not None:
+            controller.observe_mismatch(difference)
 
     def _logra_metrics(self) -> dict[str, float]:
         step = self.optimizer.last_step
         # verl does not call the optimizer when the gradient norm is not finite.
         metrics = {"applied": 0.0, "alpha": 0.0} if step is None else step.metrics()
+        if self.kl_controller is not None and step is not None:
+            metrics |= self.kl_controller.metrics()
         metrics |= {"targets": float(len(self.optimizer.targets)), "updates": float(self.optimizer.num_updates)}
         return metrics | {"state_bytes": float(self.optimizer.state_bytes())}
 

@@ -63,6 +63,11 @@ def logra_settings(*, model_config: Any, engine_config: Any, optimizer_config: A
     config = LoGRAConfig.from_dict(values)
     if critic and config.non_target == "frozen":
         raise ValueError("non_target=frozen would freeze the critic's new value head: set non_target=adamw for it")
+    if config.kl is not None and engine_config.use_fused_kernels:
+        raise ValueError(
+            "the KL controller needs logits, which fused kernels never build: set "
+            "actor_rollout_ref.model.use_fused_kernels=False, or leave out the kl settings"
+        )
     if "betas" not in (values.get("adamw") or {}):
         rest: AdamWConfig = dataclasses.replace(config.adamw, betas=tuple(optimizer_config.betas))
         config = dataclasses.replace(config, adamw=rest)
