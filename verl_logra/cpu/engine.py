@@ -1,6 +1,6 @@
 """verl's FSDP engines for the device "cpu".
 
-The only difference to the engines for cuda and npu: parameters already live in host memory, so nothing is offloaded
+The first difference to the engines for cuda and npu: parameters already live in host memory, so nothing is offloaded
 to it. verl offloads reference models always and others on ``fsdp_config.offload_policy=True``, through pinned memory,
 and pinning needs an accelerator.
 """
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import verl.utils.model
+from transformers import AutoModelForTokenClassification, PretrainedConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
@@ -47,7 +49,27 @@ class CPUEngineWithLMHead(WithoutHostOffload, FSDPEngineWithLMHead):
 
 
 class CPUEngineWithValueHead(WithoutHostOffload, FSDPEngineWithValueHead):
-    """Critic on a CPU."""
+    """Critic on a CPU.
+
+    verl loads every critic with flash attention, which needs an accelerator, and reports the failure as a missing
+    package. Here a critic gets the attention of its configuration, as an actor does.
+    """
+
+    def _build_module(self) -> torch.nn.Module:
+        load_valuehead_model = verl.utils.model.load_valuehead_model
+        verl.utils.model.load_valuehead_model = _load_critic
+        try:
+            return super()._build_module()
+        finally:
+            verl.utils.model.load_valuehead_model = load_valuehead_model
+
+
+def _load_critic(
+    local_path: str, torch_dtype: torch.dtype, model_config: PretrainedConfig, trust_remote_code: bool
+) -> torch.nn.Module:
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
 
 
 def register_engines() -> None:
