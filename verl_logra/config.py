@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
 
@@ -31,8 +31,9 @@ def _from_dict(cls: type[_T], values: Mapping[str, Any], where: str) -> _T:
 def _check_choices(config: Any) -> None:
     """Every field annotated with ``Literal`` must hold one of the literal's values."""
     for name, hint in get_type_hints(type(config)).items():
-        choices = get_args(hint)
-        if choices and all(isinstance(c, str) for c in choices) and getattr(config, name) not in choices:
+        # The strings of Literal[...], also inside of Literal[...] | None.
+        choices = [c for arg in (hint, *get_args(hint)) if get_origin(arg) is Literal for c in get_args(arg)]
+        if choices and getattr(config, name) not in choices:
             raise ValueError(f"{name}={getattr(config, name)!r} is not one of {', '.join(map(repr, choices))}")
 
 
