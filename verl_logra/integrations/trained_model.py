@@ -74,5 +74,5 @@ def _refusal(optimizer: LoGRA) -> str:
     if config.factor_dtype != "int8":
         return f"factor_dtype={config.factor_dtype}: products of such factors are not exact; set int8"
     if 127 * config.rank >= 1 << 24:
-        return f"rank={config.rank}: sums of so many int8 codes are not exact in float32; set at most {(1 << 24) // 127}"
+        return f"rank={config.rank}: sums of so many codes are not exact in float32; set at most {(1 << 24) // 127}"
     return ""
