@@ -13,17 +13,22 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from verl.utils.device import get_device_name, get_vendor
+from verl.utils.device import get_device_id, get_device_name, get_vendor
 from verl.utils.metric import AggregationType, Metric
+from verl.utils.model import convert_weight_keys
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_logra.controller import KLController
 from verl_logra.integrations.batch import mean_log_prob_difference, probe_sequences
 from verl_logra.integrations.settings import logra_settings, refuse_strategy, wants_logra
+from verl_logra.integrations.trained_model import LoGRATrainedModel
 from verl_logra.optimizer import LoGRA
 from verl_logra.probe import Probe
 from verl_logra.sketch import install
+from verl_logra.sync.sender import nudge_all_
+from verl_logra.sync.session import WeightSync
 
 
 class LoGRAEngine:
@@ -44,6 +49,7 @@ class LoGRAEngine:
         )
         self.kl_controller: KLController | None = None
         self._train_data: Any = None
+        self.weight_sync: WeightSync | None = None
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()  # type: ignore[misc]
@@ -58,7 +64,22 @@ class LoGRAEngine:
         optimizer = LoGRA(module, self.logra_config, lr=optim.lr, weight_decay=optim.weight_decay)
         if self.logra_config.kl is not None:
             self.kl_controller = KLController(optimizer, self.logra_config.kl)
+        self.weight_sync = self._build_weight_sync(module, optimizer)
         return optimizer
+
+    def _build_weight_sync(self, module: torch.nn.Module, optimizer: LoGRA) -> WeightSync:
+        model_type = self.model_config.hf_config.model_type  # type: ignore[attr-defined]
+        model = LoGRATrainedModel(
+            module,
+            optimizer,
+            parameters=lambda: super(LoGRAEngine, self).get_per_tensor_param()[0],  # type: ignore[misc]
+            rename=lambda state: convert_weight_keys(state, module),
+            export=lambda items: unfuse_moe_params(items, model_type),
+            device=get_device_id(),
+        )
+        if not model.refusal:
+            nudge_all_(model.weights())  # so that training does not depend on how its weights are sent
+        return WeightSync(model, optimizer.num_updates, optimizer.listeners.append)
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
         if not forward_only:
@@ -70,6 +91,9 @@ class LoGRAEngine:
         if self.logra_config is not None and self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
             for name, value in self._logra_metrics().items():
                 outputs["metrics"][f"logra_{name}"] = Metric(AggregationType.MEAN, value)
+            if self.weight_sync is not None:
+                for name, value in self.weight_sync.metrics.items():
+                    outputs["metrics"][name] = Metric(AggregationType.MEAN, value)
         return outputs
 
     def optimizer_step(self) -> float:
@@ -95,9 +119,7 @@ class LoGRAEngine:
             probe_sequences(data, kl.probe_sequences, kl.temperature),
             max_tokens=kl.probe_max_tokens,
             method=kl.probe,
-            autocast=nullcontext
-            if dtype == torch.float32
-            else lambda: torch.autocast(get_device_name(), dtype=dtype),
+            autocast=nullcontext if dtype == torch.float32 else lambda: torch.autocast(get_device_name(), dtype=dtype),
         )
         difference = mean_log_prob_difference(data)
         if difference is not None:
@@ -113,9 +135,12 @@ class LoGRAEngine:
         return metrics | {"state_bytes": float(self.optimizer.state_bytes())}
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        exported = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+        """As verl's, but what iterates over the weights can also send what changed since the last time."""
+        if self.weight_sync is None:
+            return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+        session = self.weight_sync.session(self.optimizer.num_updates)
         self._weights_leave()
-        return exported
+        return session, None
 
     def get_per_tensor_param_shard(self, *args: Any, **kwargs: Any) -> Any:
         exported = super().get_per_tensor_param_shard(*args, **kwargs)  # type: ignore[misc]
@@ -137,6 +162,8 @@ class LoGRAEngine:
                     f"start from it"
                 )
         super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+        if self.weight_sync is not None:
+            self.weight_sync.restart(self.optimizer.num_updates, "resumed run")
 
 
 class _RefusingEngine:

@@ -9,8 +9,6 @@ from verl_logra.core.projection import canonical_name
 from verl_logra.optimizer import LoGRA
 from verl_logra.sync.sender import Item, TrainedWeight, whole
 
-Export = Callable[[Iterable[Item]], Iterable[Item]]
-
 
 class LoGRATrainedModel:
     """Implements ``sync.session.TrainedModel``.
@@ -20,6 +18,7 @@ class LoGRATrainedModel:
         optimizer: built on it.
         parameters: all parameters as a full sync sends them; the default gathers the state dict.
         rename: state dict -> the same under checkpoint names.
+        export: what else a full sync does to parameters on their way out.
         device: where parameters are gathered.
     """
 
@@ -30,17 +29,23 @@ class LoGRATrainedModel:
         *,
         parameters: Callable[[], Iterable[Item]] | None = None,
         rename: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: state,
+        export: Callable[[Iterable[Item]], Iterable[Item]] = lambda items: items,
         device: torch.device | str = "cpu",
     ) -> None:
         config = optimizer.config
         self.seed, self.rank, self.projection = config.seed, config.rank, config.projection
-        self.refusal = _refusal(optimizer)
         self._module, self._optimizer, self._rename = module, optimizer, rename
-        self._parameters = parameters
+        self._parameters, self._export = parameters, export
         self._device = torch.device(device)
+        self.refusal = _refusal(optimizer) or self._renamed_targets()
         rest = {id(p) for group in optimizer.param_groups[1:] for p in group["params"]}
         named = module.named_parameters(remove_duplicate=False)
         self._changing = {canonical_name(name) for name, p in named if id(p) in rest}
+
+    def _renamed_targets(self) -> str:
+        names = self._rename(self._module.state_dict()).keys()
+        lost = [w.name for w in self.weights() if f"{w.name}.weight" not in names]
+        return f"{len(lost)} targets have another name in checkpoints: {', '.join(lost[:4])}" if lost else ""
 
     def device(self) -> torch.device:
         return self._device
@@ -61,7 +66,7 @@ class LoGRATrainedModel:
         return self._whole(self._rename(state))
 
     def _whole(self, state: dict[str, Tensor]) -> Iterable[Item]:
-        return ((name, whole(tensor, self._device)) for name, tensor in state.items())
+        return self._export((name, whole(tensor, self._device)) for name, tensor in state.items())
 
     def full_bytes(self) -> int:
         return sum(2 * p.numel() for n, p in self._module.state_dict().items())

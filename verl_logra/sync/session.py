@@ -54,6 +54,7 @@ class TrainedModel(Protocol):
 class SessionSettings:
     full_sync_interval: int | None = None
     frame_bytes: int = 64 << 20
+    max_updates: int = 64
 
 
 class WeightSync:
@@ -64,6 +65,8 @@ class WeightSync:
         self.log = UpdateLog(num_updates)
         self._listen: Callable[[UpdateLog], None] | None = listen
         self.since_full: dict[str, int] = {}
+        self.metrics: dict[str, float] = {}
+        """Of the last sync that succeeded."""
         self.warned: set[str] = set()
 
     def restart(self, num_updates: int, why: str) -> None:
@@ -111,6 +114,7 @@ class Session:
         if not model.refusal:
             sync.start_listening(self._num_updates)
         log, weights = sync.log, model.weights()
+        log.max_updates = settings.max_updates
         targets = [(w.name, *w.shape) for w in weights]
         all_states, histories = _merged(list(states), log.history)
         log.history = histories[0]
@@ -193,6 +197,7 @@ class Session:
             "sync/seconds": time.perf_counter() - self._seconds,
             **self.plan.metrics(),
         }
+        sync.metrics = self.metrics
         sync.log.done(self._receivers, self._begin.last)
         return True
 
