@@ -20,6 +20,23 @@ def _register_engines(_: ModuleType) -> None:
     verl_logra.integrations.engine.register_engines()
 
 
+def _register_checkpoint_engine(_: ModuleType) -> None:
+    import verl_logra.integrations.checkpoint_engine  # noqa: F401  (registers the backend "logra")
+
+
+def _register_adapter(rollout_base: ModuleType) -> None:
+    rollout_base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_logra.integrations.rollout.LoGRAServerAdapter"
+
+
+def _register_replica(replica: ModuleType) -> None:
+    def load() -> type:
+        from verl_logra.integrations.rollout import LoGRAReplica
+
+        return LoGRAReplica
+
+    replica.RolloutReplicaRegistry.register("vllm", load)
+
+
 _ON_CPU = os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 try:
@@ -31,6 +48,9 @@ try:
 
         when_imported("verl.utils.distributed", use_valid_cpu_backend)
     when_imported("verl.workers.engine", _register_engines)
+    when_imported("verl.checkpoint_engine.base", _register_checkpoint_engine)
+    when_imported("verl.workers.rollout.base", _register_adapter)
+    when_imported("verl.workers.rollout.replica", _register_replica)
 except Exception:
     logger.exception("verl_logra could not register with verl: LoGRA is not available in this process")
     raise

@@ -33,7 +33,7 @@ class SyncSettings:
     """Updates the trainer keeps for receivers that have not had them; more, and those need a full sync."""
     transport: str | None = None
     """How messages reach disaggregated rollouts: ``zmq``, or a checkpoint engine of verl's that carries named tensors
-    (``nccl``, ``hccl``); None picks zmq on a CPU, nccl on CUDA and hccl on Ascend."""
+    (``nccl``, which is hccl on Ascend); None picks zmq on a CPU and nccl elsewhere."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
