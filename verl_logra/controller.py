@@ -153,45 +153,45 @@ class KLController:
             if alpha * largest > config.max_update_ratio:
                 alpha = config.max_update_ratio / largest
                 decision = replace(decision, capped=True)
-        if config.verify or self._measures_after():
+        if config.verify or self._measures_after(self.optimizer.num_updates + 1):
             probe.remember()
         if config.verify:
-            verified, alpha, verifications = self._verified_scale(probe, alpha, budget, proposal.decay)
+            verified, alpha, verifications = self._verified_scale(probe, alpha, decision.budget)
             decision = replace(decision, verified_kl=verified, verifications=verifications)
-            if not verified <= config.verify_tolerance * budget:
-                why = f"the step scaled by {alpha:.3g} still causes {verified:.3g} nats with a budget of {budget:.3g}"
+            if not verified <= config.verify_tolerance * decision.budget:
+                why = f"the step scaled by {alpha:.3g} still causes {verified:.3g} nats, budget {decision.budget:.3g}"
                 return replace(decision, refusal=why)
         if alpha < config.alpha_min:
             return replace(decision, refusal=f"its scale {alpha:.3g} is below kl.alpha_min={config.alpha_min}")
         return replace(decision, alpha=alpha)
 
-    def _verified_scale(self, probe: Probe, alpha: float, budget: float, decay: float) -> tuple[float, float, int]:
+    def _verified_scale(self, probe: Probe, alpha: float, budget: float) -> tuple[float, float, int]:
         """Measured KL, the scale it was measured at, and how many measurements it took."""
         for verifications in range(1, MAX_VERIFICATIONS + 1):
-            measured = probe.kl_of(alpha, decay).value
+            with self.optimizer.trial(alpha):
+                measured = probe.kl_since_remembered().value
             within = measured <= self.config.verify_tolerance * budget
             if within or not math.isfinite(measured) or verifications == MAX_VERIFICATIONS:
                 break
             alpha = maths.shrunk_scale(alpha, measured, budget)
         return measured, alpha, verifications
 
-    def _measures_after(self) -> bool:
-        """Whether the update that comes next is followed by a measurement."""
+    def _measures_after(self, num_updates: int) -> bool:
+        """Whether update number ``num_updates`` (from 1) is followed by a measurement."""
         every = self.config.realized_every
-        return bool(self.calibrates) or (every > 0 and (self.optimizer.num_updates + 1) % every == 0)
+        return (bool(self.calibrates) and not self.config.verify) or (every > 0 and num_updates % every == 0)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Measures the realised KL where it is due and calibrates by it, or by the verified one."""
         probe, self.probe = self.probe, None
-        decision = self.last
-        step = optimizer.last_step
-        if probe is None or decision is None or step is None or not step.applied or not probe.remembers:
+        step, decision = optimizer.last_step, self.last
+        if probe is None or decision is None or step is None or not step.applied:
             return
-        every = self.config.realized_every
-        if not (self.calibrates or (every > 0 and optimizer.num_updates % every == 0)):
-            return
-        realized = probe.kl_since_remembered().value
-        self.last = replace(decision, realized_kl=realized)
+        if self._measures_after(optimizer.num_updates):
+            decision = replace(decision, realized_kl=probe.kl_since_remembered().value)
+            self.last = decision
+        measured = decision.verified_kl if decision.realized_kl is None else decision.realized_kl
         expected = (decision.alpha or 0.0) ** 2 * decision.predicted_kl
-        if self.calibrates and expected > 0 and math.isfinite(realized):
-            self._update_state(calibration=maths.calibration_average(self.state.calibration, realized / expected))
+        if self.calibrates and measured is not None and expected > 0 and math.isfinite(measured):
+            self._update_state(calibration=maths.calibration_average(self.state.calibration, measured / expected))

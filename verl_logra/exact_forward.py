@@ -60,11 +60,13 @@ def computes_in_float32(model: nn.Module) -> bool:
 
 @contextmanager
 def float32_activations(model: nn.Module) -> Iterator[None]:
-    """No autocast, matrix products in float32, and no cast of the inputs of FSDP2 modules; all restored afterwards."""
+    """No autocast, matrix products in full float32, no cast of the inputs of FSDP2 modules; all restored afterwards."""
     device_type = next(model.parameters()).device.type
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     policies = [state._mp_policy for state in states]
+    precision = torch.get_float32_matmul_precision()
     try:
+        torch.set_float32_matmul_precision("highest")  # TF32 rounds like a bfloat16 with two more bits
         # FSDP2 has no public way to change a module's policy.
         for state, policy in zip(states, policies, strict=True):
             state._mp_policy = dataclasses.replace(policy, cast_forward_inputs=False, output_dtype=None)
@@ -75,5 +77,6 @@ def float32_activations(model: nn.Module) -> Iterator[None]:
                 with _WideProducts():
                     yield
     finally:
+        torch.set_float32_matmul_precision(precision)
         for state, policy in zip(states, policies, strict=True):
             state._mp_policy = policy

@@ -14,7 +14,8 @@ offloading see one optimizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from verl_logra.config import LoGRAConfig
 from verl_logra.core import factor, row_adam
 from verl_logra.core.split_weight import join_weight, nudge_ties_, split_weight
+from verl_logra.rest import RestDisplacement
 from verl_logra.sketch import Target, install, taps_of
 
 logger = logging.getLogger(__name__)
@@ -135,6 +137,7 @@ class LoGRA(torch.optim.Optimizer):
         self.listeners: list[Callable[[factor.AppliedUpdate], None]] = []
         """Told what every committed update did to the targets; nothing is kept when there are none."""
         self._proposal: Proposal | None = None
+        self._rest: RestDisplacement | None = None
         self._checked_sketches = False
 
         updates = [target.update for target in self.targets.values()]
@@ -297,6 +300,17 @@ class LoGRA(torch.optim.Optimizer):
         )
         return self._proposal
 
+    @contextmanager
+    def trial(self, alpha: float) -> Iterator[None]:
+        """Forwards see the model as ``commit(alpha)`` would leave it: targets through their taps, the rest displaced."""
+        if self._proposal is None:
+            raise RuntimeError("no proposal is open: call propose() first")
+        if self._adamw is not None and self._rest is None:
+            self._rest = RestDisplacement(self._adamw)
+        with nullcontext() if self._rest is None else self._rest.shown(alpha):
+            with self.taps.inject(alpha, self._proposal.decay):
+                yield
+
     @torch.no_grad()
     def commit(self, alpha: float = 1.0) -> None:
         """Applies ``alpha`` times the proposed update, decay and the nested AdamW's displacement included."""
@@ -362,7 +376,7 @@ class LoGRA(torch.optim.Optimizer):
     def _take_proposal(self) -> Proposal:
         if self._proposal is None:
             raise RuntimeError("no proposal is open: call propose() first")
-        proposal, self._proposal = self._proposal, None
+        proposal, self._proposal, self._rest = self._proposal, None, None
         return proposal
 
     def refresh_projections(self) -> None:

@@ -24,7 +24,7 @@ from verl_logra.core.kl import exact_kl, second_order_kl
 from verl_logra.exact_forward import float32_activations
 from verl_logra.sketch import Taps, taps_of
 
-_DIFFERENCE_KL = 1e-3  # nats per token of the step that a finite difference takes
+_DIFFERENCE_KL = 1e-6  # nats per token of the step that a finite difference takes: dz of 1e-3, fp32 rounds at 1e-6
 _MAX_DIFFERENCES = 4
 
 
@@ -162,27 +162,21 @@ class Probe:
         return self._before is not None
 
     def remember(self) -> None:
-        """Keeps the policy of now, for ``kl_of`` and ``kl_since_remembered``: fp32 ``[response tokens, vocab]`` a sequence."""
-        with self._exactly(), self.taps.off():
-            self._before = [self._logits(sequence) for sequence in self.sequences]
-
-    def kl_of(self, scale: float, decay: float = 0.0) -> MeanKL:
-        """KL from the remembered policy to that of ``scale`` times the proposed update, injected through the taps."""
-        with self.taps.inject(scale, decay):
-            return self._kl_to_remembered()
+        """Keeps the policy of now for ``kl_since_remembered``: fp32 logits ``[response tokens, vocab]`` a sequence."""
+        with self.taps.off():
+            self._before = self._exact_logits()
 
     def kl_since_remembered(self) -> MeanKL:
-        """KL from the remembered policy to that of the weights now."""
-        with self.taps.off():
-            return self._kl_to_remembered()
-
-    def _kl_to_remembered(self) -> MeanKL:
+        """KL from the remembered policy to that of the model as it is shown now (``LoGRA.trial``, or its weights)."""
         assert self._before is not None, "remember comes first"
         kls = []
-        with self._exactly():
-            for sequence, before in zip(self.sequences, self._before, strict=True):
-                kls.append(exact_kl(before, self._logits(sequence), sequence.temperature)[self._predicts_response(sequence)])
+        for sequence, before, now in zip(self.sequences, self._before, self._exact_logits(), strict=True):
+            kls.append(exact_kl(before, now, sequence.temperature)[self._predicts_response(sequence)])
         return self._mean(kls)
+
+    def _exact_logits(self) -> list[Tensor]:
+        with self._exactly():
+            return [self._logits(sequence) for sequence in self.sequences]
 
     @contextmanager
     def _exactly(self) -> Iterator[None]:
