@@ -8,7 +8,6 @@ os.environ["VERL_PLATFORM"] = "cpu"
 
 import torch
 import torch.distributed as dist
-import verl
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
@@ -114,19 +113,18 @@ def batch(size=4, *, seed=0, temperature=1.0, response_lengths=None, rollout_shi
         },
         batch_size=[size],
     )
-    tu.assign_non_tensor(
-        data,
-        temperature=temperature,
-        use_remove_padding=False,
-        use_dynamic_bsz=False,
-        use_fused_kernels=False,
-        micro_batch_size_per_gpu=micro_batch_size,
-        max_token_len_per_gpu=1024,
-        pad_mode="no_padding",
-        global_batch_size=size * dist.get_world_size(),
-        calculate_entropy=False,
-        **extra,
-    )
+    options = {
+        "temperature": temperature,
+        "use_remove_padding": False,
+        "use_dynamic_bsz": False,
+        "use_fused_kernels": False,
+        "micro_batch_size_per_gpu": micro_batch_size,
+        "max_token_len_per_gpu": 1024,
+        "pad_mode": "no_padding",
+        "global_batch_size": size * dist.get_world_size(),
+        "calculate_entropy": False,
+    }
+    tu.assign_non_tensor(data, **{**options, **extra})
     return data
 
 
@@ -144,5 +142,3 @@ def train(engine, data, loss=None):
         outputs = engine.train_batch(data, loss_function=loss or policy_loss())
     return {k: v.aggregate() if hasattr(v, "aggregate") else v for k, v in outputs["metrics"].items()}
 
-
-assert verl.__version__
