@@ -66,5 +66,5 @@ def test_import_is_light():
 def test_an_unknown_name_says_which_there_are():
     import verl_logra
 
-    with pytest.raises(AttributeError, match="no attribute 'Logra'; it has LoGRA, LoGRAConfig, KLConfig, install"):
+    with pytest.raises(AttributeError, match="no attribute 'Logra'; it has KLConfig, LoGRA, LoGRAConfig, install"):
         verl_logra.Logra  # noqa: B018

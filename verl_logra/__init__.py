@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LoGRA", "LoGRAConfig", "KLConfig", "install"]
+__all__ = ["KLConfig", "LoGRA", "LoGRAConfig", "install"]
 
 if TYPE_CHECKING:
     from verl_logra.config import KLConfig, LoGRAConfig

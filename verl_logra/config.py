@@ -105,7 +105,7 @@ class KLConfig:
     max_update_ratio: float | None = None
     """Upper bound of ``alpha * ||delta W|| / ||W||`` over all targets."""
     calibrate: bool | None = None
-    """Divide the budget by a running geometric mean of realised / predicted KL; ``None``: on if AdamW moves the rest."""
+    """Divide the budget by a running mean of realised / predicted KL; ``None``: where AdamW moves the rest."""
     realized_every: int = 0
     """Measure the realised KL by one forward after every n-th update; 0: only where ``calibrate`` needs it."""
 

@@ -1,4 +1,4 @@
-"""Predict, verify, commit: scales every update so that the policy moves by a budget of KL (arXiv 2610.06647, section 4).
+"""Predict, verify, commit: scales every update so that the policy moves by a KL budget (arXiv 2610.06647, section 4).
 
 The controller sits between the halves of ``LoGRA.step``. It predicts the KL of the proposed update, chooses the scale
 that fits the budget, measures the KL of the scaled update by a forward, shrinks the scale while that is too large, and
@@ -129,8 +129,8 @@ class KLController:
         logger.warning("LoGRA refuses update %d: %s", optimizer.num_updates + 1, decision.refusal)
         if self.state.refused_in_a_row >= MAX_REFUSALS:
             raise RuntimeError(
-                f"{MAX_REFUSALS} updates in a row were refused, the last because {decision.refusal}. Lower the learning "
-                f"rate or update_ratio, raise kl.budget, or set kl.probe=finite_difference"
+                f"{MAX_REFUSALS} updates in a row were refused, the last because {decision.refusal}. Lower the "
+                f"learning rate or update_ratio, raise kl.budget, or set kl.probe=finite_difference"
             )
         return None
 

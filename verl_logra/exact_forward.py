@@ -1,7 +1,7 @@
 """Forwards in float32 activations, of a model that trains in bfloat16 or float16.
 
-A small step's KL is a difference of two forwards. In bfloat16 each rounds its activations by 2^-9, which alone is 1e-3 to
-1e-2 nats per token on a 135M model, far above a budget of 2e-4; and an injected change below half a rounding step
+A small step's KL is a difference of two forwards. In bfloat16 each rounds its activations by 2^-9, which alone is 1e-3
+to 1e-2 nats per token on a 135M model, far above a budget of 2e-4; and an injected change below half a rounding step
 vanishes altogether. A tangent has a mantissa of its own and needs none of this.
 """
 

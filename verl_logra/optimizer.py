@@ -1,14 +1,14 @@
 """The LoGRA optimizer: RowAdam on gradient sketches, applied through a rounded low-rank factor (arXiv 2610.06647).
 
-One step has two halves. ``propose`` turns the sketches ``U.grad`` into the update factor and writes it into ``U``, where
-a probe can look at it; ``commit`` applies ``alpha`` times it to the weights, zeroes ``U`` and draws new projections.
-Between the two nothing has happened yet: ``discard`` forgets the proposal and leaves weights, moments, projections and
-the update count as they were.
+One step has two halves. ``propose`` turns the sketches ``U.grad`` into the update factor and writes it into ``U``,
+where a probe can look at it; ``commit`` applies ``alpha`` times it to the weights, zeroes ``U`` and draws new
+projections. Between the two nothing has happened yet: ``discard`` forgets the proposal and leaves weights, moments,
+projections and the update count as they were.
 
-State per target is ``second_moment [out]`` in fp32, sharded with the rows of ``U``; a bf16 weight also keeps its low half
-``[out, in]`` in int16, so that it moves as an fp32 one would. Everything that is not a target is trained by a nested
-``torch.optim.AdamW`` that shares ``param_groups`` and ``state`` with this optimizer, so that schedulers, checkpoints and
-offloading see one optimizer.
+State per target is ``second_moment [out]`` in fp32, sharded with the rows of ``U``; a bf16 weight also keeps its low
+half ``[out, in]`` in int16, so that it moves as an fp32 one would. Everything that is not a target is trained by a
+nested ``torch.optim.AdamW`` that shares ``param_groups`` and ``state`` with this optimizer, so that schedulers,
+checkpoints and offloading see one optimizer.
 """
 
 from __future__ import annotations
@@ -186,7 +186,9 @@ class LoGRA(torch.optim.Optimizer):
                 low = torch.zeros(weight.shape, dtype=torch.int16, device=weight.device)
                 self.state[update]["low_half"] = _like_rows(low, update, target.in_features)
             elif weight.dtype != torch.float32:
-                raise ValueError(f"{target.name} is stored in {weight.dtype}; LoGRA trains float32 and bfloat16 weights")
+                raise ValueError(
+                    f"{target.name} is stored in {weight.dtype}; LoGRA trains float32 and bfloat16 weights"
+                )
 
     def _rows(self) -> list[tuple[Target, nn.Parameter, nn.Parameter]]:
         """Each target with its (sharded) weight and update parameter."""
@@ -277,7 +279,9 @@ class LoGRA(torch.optim.Optimizer):
             layer_factor = (sketch_sq / direction_sq).nan_to_num_(0.0).sqrt_()
             update_norm = (layer_factor.square() * update_sq).sum().sqrt_()
             lr_share = group["lr"] / group["base_lr"] if group["base_lr"] else 0.0
-            layer_factor *= (config.update_ratio * lr_share * weight_sq.sum().sqrt() / update_norm).nan_to_num_(0.0, 0.0)
+            layer_factor *= (config.update_ratio * lr_share * weight_sq.sum().sqrt() / update_norm).nan_to_num_(
+                0.0, 0.0
+            )
         else:
             layer_factor = torch.full_like(sketch_sq, group["lr"])
         update_norm = (layer_factor.square() * update_sq).sum().sqrt_()
@@ -302,14 +306,14 @@ class LoGRA(torch.optim.Optimizer):
 
     @contextmanager
     def trial(self, alpha: float) -> Iterator[None]:
-        """Forwards see the model as ``commit(alpha)`` would leave it: targets through their taps, the rest displaced."""
+        """Forwards see the model as ``commit(alpha)`` would leave it: targets by their taps, the rest displaced."""
         if self._proposal is None:
             raise RuntimeError("no proposal is open: call propose() first")
         if self._adamw is not None and self._rest is None:
             self._rest = RestDisplacement(self._adamw)
-        with nullcontext() if self._rest is None else self._rest.shown(alpha):
-            with self.taps.inject(alpha, self._proposal.decay):
-                yield
+        rest = nullcontext() if self._rest is None else self._rest.shown(alpha)
+        with rest, self.taps.inject(alpha, self._proposal.decay):
+            yield
 
     @torch.no_grad()
     def commit(self, alpha: float = 1.0) -> None:
@@ -387,7 +391,10 @@ class LoGRA(torch.optim.Optimizer):
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank, the nested AdamW's included."""
         return sum(
-            _local(t).numel() * t.element_size() for s in self.state.values() for t in s.values() if isinstance(t, Tensor)
+            _local(t).numel() * t.element_size()
+            for s in self.state.values()
+            for t in s.values()
+            if isinstance(t, Tensor)
         )
 
     def _sketches(self) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """What a proposed update would do to the policy, seen through the taps on a few sequences; no weight is touched.
 
 ``predict`` pushes the update as a tangent through the model (forward-mode AD), or takes a central difference of two
-forwards; ``kl_of`` measures a scaled update's KL by a plain forward, in float32 activations. All ranks of a sharded model must call the same
-method the same number of times, since every forward gathers parameters.
+forwards; ``kl_since_remembered`` measures the KL of what the model is shown (``LoGRA.trial``) by a plain forward in
+float32 activations. All ranks of a sharded model must call the same methods, since every forward gathers parameters.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MAX_DIFFERENCES = 4
 class ProbeSequence:
     """One sequence and which of its tokens the policy generated."""
 
-    input_ids: Int64[Tensor, "length"]
-    response: Bool[Tensor, "length"]
+    input_ids: Int64[Tensor, " length"]
+    response: Bool[Tensor, " length"]
     """True where the token is the policy's own; the first token cannot be."""
     temperature: float = 1.0
     """Of the policy that sampled it."""
@@ -190,7 +190,7 @@ class Probe:
         )
         return output.logits[0]
 
-    def _predicts_response(self, sequence: ProbeSequence) -> Bool[Tensor, "positions"]:
+    def _predicts_response(self, sequence: ProbeSequence) -> Bool[Tensor, " positions"]:
         """Which of the kept positions predict a response token; the last one predicts what was not sampled."""
         tail = sequence.response[len(sequence.response) - sequence.num_logits + 1 :]
         return torch.cat((tail, tail.new_zeros(1))).to(self.device)

@@ -1,10 +1,10 @@
-"""Gradient sketches: every target ``nn.Linear`` gets an update parameter ``U [out, rank]`` whose gradient is the sketch.
+"""Gradient sketches: a target ``nn.Linear`` gets an update parameter ``U [out, rank]`` whose gradient is the sketch.
 
 The weight is frozen and a forward hook taps the output ``Y [tokens, out]`` with a function that adds nothing to it and
-whose gradient for ``U`` is ``dY^T (X A^T)``. So ``U.grad`` is ``S = G A^T`` without ``G`` ever being formed, and whatever
-shards, reduces, accumulates or offloads parameters (FSDP2 above all) does the same to sketches. ``U.data`` is zero at
-rest and holds the proposed update between ``LoGRA.propose`` and ``LoGRA.commit``; then the same hooks can show the model
-what the update would do, without touching a weight (``Taps.tangent``, ``Taps.inject``).
+whose gradient for ``U`` is ``dY^T (X A^T)``. So ``U.grad`` is ``S = G A^T`` without ``G`` ever being formed, and
+whatever shards, reduces, accumulates or offloads parameters (FSDP2 above all) does the same to sketches. ``U.data`` is
+zero at rest and holds the proposed update between ``LoGRA.propose`` and ``LoGRA.commit``; then the same hooks can show
+the model what the update would do, without touching a weight (``Taps.tangent``, ``Taps.inject``).
 """
 
 from __future__ import annotations
@@ -230,7 +230,9 @@ def install(model: nn.Module, config: LoGRAConfig) -> dict[str, Target]:
     stacked = [n for n, p in rest.items() if p.dim() >= 3]
     if stacked:
         fate = "frozen" if config.non_target == "frozen" else "left to AdamW"
-        logger.warning("LoGRA sketches nn.Linear only; %d stacked parameters are %s: %s", len(stacked), fate, _names(stacked))
+        logger.warning(
+            "LoGRA sketches nn.Linear only; %d stacked parameters are %s: %s", len(stacked), fate, _names(stacked)
+        )
     if config.non_target == "frozen":
         for parameter in rest.values():
             parameter.requires_grad_(False)

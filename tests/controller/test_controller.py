@@ -130,7 +130,9 @@ def answered(answers, kl=None):
     optimizer.step()
     unchanged = all(torch.equal(weights[n], p) for n, p in model.state_dict().items())
     now = optimizer.state_dict()["state"]
-    unchanged &= all(torch.equal(state[i][k], now[i][k]) for i in state for k in state[i]) and optimizer.num_updates == 0
+    unchanged &= (
+        all(torch.equal(state[i][k], now[i][k]) for i in state for k in state[i]) and optimizer.num_updates == 0
+    )
     return controller.last, unchanged
 
 

@@ -20,9 +20,7 @@ def sequences(count=2, temperature=1.0, seed=1):
 
 def proposed(architecture="qwen3", *, dtype=torch.float32, autocast=None, weight_decay=0.0, **settings):
     model = tiny_model(architecture, dtype=dtype)
-    optimizer = LoGRA(
-        model, {"rank": 6, "scale": "lr", "kl": {}, **settings}, lr=3e-3, weight_decay=weight_decay
-    )
+    optimizer = LoGRA(model, {"rank": 6, "scale": "lr", "kl": {}, **settings}, lr=3e-3, weight_decay=weight_decay)
     with autocast or torch.autocast("cpu", enabled=False):
         loss_of(model, tokens()).backward()
     optimizer.propose()
@@ -41,7 +39,9 @@ def dense_kl(model, optimizer, scale, probes):
     kls = []
     for probe in probes:
         p, q = (
-            torch.distributions.Categorical(logits=m(input_ids=probe.input_ids[None]).logits[0, :-1] / probe.temperature)
+            torch.distributions.Categorical(
+                logits=m(input_ids=probe.input_ids[None]).logits[0, :-1] / probe.temperature
+            )
             for m in (before, after)
         )
         kls.append(torch.distributions.kl_divergence(p, q)[probe.response[1:]])

@@ -62,7 +62,9 @@ def test_signs_are_the_same_in_every_dtype(dtype):
 def test_expected_gram_is_the_identity(kind):
     """``E[A^T A] = I``: over 4000 rows the mean of a product of two entries has a standard deviation of 0.016."""
     rank, size = 4000, 20
-    elements = unpack_signs(sign_words(5, rank, size), size) if kind == "rademacher" else gaussian_elements(5, rank, size)
+    elements = (
+        unpack_signs(sign_words(5, rank, size), size) if kind == "rademacher" else gaussian_elements(5, rank, size)
+    )
     gram = elements.T.double() @ elements.double() / rank
     assert (gram - torch.eye(size)).abs().max() < 6 / math.sqrt(rank)
 
@@ -70,7 +72,9 @@ def test_expected_gram_is_the_identity(kind):
 def test_gaussian_elements_have_the_moments_of_a_normal():
     x = gaussian_elements(11, 500, 401, torch.float64).flatten()
     moments = [x.mean(), x.square().mean(), x.pow(3).mean(), x.pow(4).mean()]
-    for moment, expected, spread in zip(moments, [0, 1, 0, 3], [1, math.sqrt(2), math.sqrt(15), math.sqrt(96)], strict=True):
+    for moment, expected, spread in zip(
+        moments, [0, 1, 0, 3], [1, math.sqrt(2), math.sqrt(15), math.sqrt(96)], strict=True
+    ):
         assert abs(moment - expected) < 5 * spread / math.sqrt(len(x))
 
 

@@ -1,4 +1,4 @@
-"""verl's real FSDP engines on a tiny saved model, as the training worker builds them, and batches as its trainer makes."""
+"""verl's real FSDP engines on a tiny saved model, as its training worker builds them, and batches like its trainer's."""
 
 import os
 from contextlib import contextmanager
@@ -95,7 +95,9 @@ def batch(size=4, *, seed=0, temperature=1.0, response_lengths=None, rollout_shi
 
     sequences = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     old_log_probs = [torch.full((n,), -4.0) for n in lengths]
-    advantages = [torch.full((n,), a) for n, a in zip(lengths, torch.randn(size, generator=generator).tolist(), strict=True)]
+    advantages = [
+        torch.full((n,), a) for n, a in zip(lengths, torch.randn(size, generator=generator).tolist(), strict=True)
+    ]
     mask = jagged([torch.ones(n) for n in lengths])
     data = TensorDict(
         {
@@ -141,4 +143,3 @@ def train(engine, data, loss=None):
     with engine.train_mode():
         outputs = engine.train_batch(data, loss_function=loss or policy_loss())
     return {k: v.aggregate() if hasattr(v, "aggregate") else v for k, v in outputs["metrics"].items()}
-

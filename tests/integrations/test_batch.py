@@ -76,6 +76,8 @@ def test_temperature_of_each_sequence_and_from_the_settings():
 
 def test_images_are_refused():
     data = make("jagged")
-    tu.assign_non_tensor_data(data, "multi_modal_inputs", [{"pixel_values": torch.zeros(1)}])
+    tu.assign_non_tensor_stack(data, "multi_modal_inputs", [{}, {}, {}, {}])
+    assert len(probe_sequences(data, count=1)) == 1
+    tu.assign_non_tensor_stack(data, "multi_modal_inputs", [{}, {"pixel_values": torch.zeros(1)}, {}, {}])
     with pytest.raises(NotImplementedError, match="probes text only"):
         probe_sequences(data, count=1)

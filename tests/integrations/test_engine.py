@@ -39,7 +39,9 @@ def test_a_training_step_reports_what_it_did(model_path):
     metrics = train(engine, batch())
     moved = {n: (p - before[n]).double().norm() for n, p in weights(engine).items()}
     targets = [name + ".weight" for name in engine.optimizer.targets]
-    ratio = math.hypot(*(float(moved[n]) for n in targets)) / math.hypot(*(float(before[n].double().norm()) for n in targets))
+    ratio = math.hypot(*(float(moved[n]) for n in targets)) / math.hypot(
+        *(float(before[n].double().norm()) for n in targets)
+    )
     assert metrics["logra_update_ratio"] == pytest.approx(ratio, rel=1e-2) == pytest.approx(1e-2, rel=2e-2)
     assert metrics["logra_targets"] == 14 and metrics["logra_updates"] == 1 and metrics["logra_applied"] == 1
     assert metrics["logra_state_bytes"] == engine.optimizer.state_bytes()
@@ -73,7 +75,9 @@ def test_verl_skips_a_gradient_that_is_not_finite(model_path, capsys):
     assert all(torch.equal(full(state["state"][i][k]), full(v)) for i, s in now["state"].items() for k, v in s.items())
 
 
-@pytest.mark.parametrize("options", [{"param_offload": True, "optimizer_offload": True}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize(
+    "options", [{"param_offload": True, "optimizer_offload": True}, {"reshard_after_forward": False}]
+)
 def test_engine_options_do_not_change_the_result(model_path, options):
     plain, other = build_engine(model_path, SETTINGS), build_engine(model_path, SETTINGS, **options)
     for seed in range(2):
@@ -189,7 +193,10 @@ def test_other_optimizers_run_as_without_the_plugin(model_path):
         (dict(settings={"rnk": 8}), "unknown key 'rnk'; did you mean 'rank'"),
         (dict(settings={"rank": 8, "target_modules": ["c_attn"]}), "matched no nn.Linear"),
         (dict(settings={"rank": 4096}), "rank=4096 exceeds in_features=36"),
-        (dict(settings={"rank": 8, "non_target": "frozen"}, model_type="value_model"), "freeze the critic's new value head"),
+        (
+            dict(settings={"rank": 8, "non_target": "frozen"}, model_type="value_model"),
+            "freeze the critic's new value head",
+        ),
         (dict(settings={"rank": 8, "kl": {}}, use_fused_kernels=True), "needs logits, which fused kernels never build"),
     ],
 )
@@ -212,9 +219,7 @@ def test_engines_of_other_strategies_refuse_by_name(strategy):
 
     refusing = type("Refusing", (_RefusingEngine, Engine), {})
     with pytest.raises(ValueError, match=f"strategy={strategy} is not supported: LoGRA needs .*strategy=fsdp2"):
-        refusing(
-            optimizer_config=SimpleNamespace(optimizer="LoGRA"), engine_config=SimpleNamespace(strategy=strategy)
-        )
+        refusing(optimizer_config=SimpleNamespace(optimizer="LoGRA"), engine_config=SimpleNamespace(strategy=strategy))
     refusing(optimizer_config=SimpleNamespace(optimizer="adam"), engine_config=SimpleNamespace(strategy=strategy))
 
 
@@ -227,9 +232,7 @@ def two_rank_training(rank, model_path, settings):
         data = batch(seed=2 * step + rank, response_lengths=lengths, use_dynamic_bsz=True, max_token_len_per_gpu=24)
         history.append(train(engine, data))
     state = engine.optimizer.state_bytes()
-    updates = sum(
-        p.to_local().numel() * 4 for n, p in engine.module.named_parameters() if n.endswith("logra_update")
-    )
+    updates = sum(p.to_local().numel() * 4 for n, p in engine.module.named_parameters() if n.endswith("logra_update"))
     targets = sum(t.module.in_features * t.module.out_features for t in engine.optimizer.targets.values())
     rows = sum(t.module.out_features for t in engine.optimizer.targets.values())
     return history, weights(engine), (state, updates, targets, rows)
@@ -247,4 +250,3 @@ def test_two_ranks_with_different_batches(model_path):
     for state, updates, _, rows in (first[2], second[2]):
         assert state <= 4 * math.ceil(rows / 2) + 4 * 14
         assert updates <= 4 * 6 * (math.ceil(rows / 2) + 14)
-

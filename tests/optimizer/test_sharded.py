@@ -1,7 +1,5 @@
 """FSDP2 over gloo against a single process."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist

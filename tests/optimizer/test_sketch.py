@@ -63,9 +63,10 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                if value.untyped_storage().data_ptr() not in self.weights:
-                    self.shapes.add(tuple(value.shape))
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            if value.untyped_storage().data_ptr() not in self.weights:
+                self.shapes.add(tuple(value.shape))
         return result
 
 

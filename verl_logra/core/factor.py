@@ -1,10 +1,10 @@
 """The update factor on its way to the weights: int8 rows with one fp32 scale, applied with exact arithmetic.
 
 ``U`` is rounded before anyone applies it: ``q = round(U / s)`` in int8, ``s`` one fp32 scale per row. With a sign
-projection ``q @ signs`` is a sum of at most ``rank`` integers of at most 127: exact in fp32, TF32 included, in any order
-and under any sharding as long as ``127 rank < 2^24``. Then ``delta = c * (q @ signs)`` and ``W = W * decay - delta`` are
-separate fp32 operations, each rounded once, so the trainer's shards, a rollout worker's shards and a single process end
-with the same bits.
+projection ``q @ signs`` is a sum of at most ``rank`` integers of at most 127: exact in fp32, TF32 included, in any
+order and under any sharding as long as ``127 rank < 2^24``. Then ``delta = c * (q @ signs)`` and
+``W = W * decay - delta`` are separate fp32 operations, each rounded once, so the trainer's shards, a rollout worker's
+shards and a single process end with the same bits.
 """
 
 import math
@@ -26,11 +26,11 @@ class AppliedUpdate(NamedTuple):
     """Refresh number of the projection that the factors belong to."""
     decay: float
     """What the weights were multiplied by first."""
-    factors: list[tuple[Int8[Tensor, "rows rank"], Float32[Tensor, "rows"]]] | None
+    factors: list[tuple[Int8[Tensor, "rows rank"], Float32[Tensor, " rows"]]] | None
     """Codes and row coefficients of the local rows of every target, in order; None if the product is not exact."""
 
 
-def round_rows_(update: Float[Tensor, "out rank"]) -> Float32[Tensor, "out"]:
+def round_rows_(update: Float[Tensor, "out rank"]) -> Float32[Tensor, " out"]:
     """Rounds each row to int8 multiples of its scale, in place; returns the scales (0 for a zero row)."""
     scale = update.abs().amax(dim=1).float().div_(127)
     codes = int8_codes(update, scale)
@@ -38,13 +38,13 @@ def round_rows_(update: Float[Tensor, "out rank"]) -> Float32[Tensor, "out"]:
     return scale
 
 
-def int8_codes(update: Float[Tensor, "out rank"], scale: Float32[Tensor, "out"]) -> Int8[Tensor, "out rank"]:
+def int8_codes(update: Float[Tensor, "out rank"], scale: Float32[Tensor, " out"]) -> Int8[Tensor, "out rank"]:
     """The int8 codes of a rounded factor. Recovers them exactly from ``codes * scale`` stored in fp32 or bf16."""
     safe = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
     return update.float().div(safe).round_().clamp_(-127, 127).to(torch.int8)
 
 
-def row_coefficient(scale: Float32[Tensor, "out"], alpha: float, rank: int) -> Float32[Tensor, "out"]:
+def row_coefficient(scale: Float32[Tensor, " out"], alpha: float, rank: int) -> Float32[Tensor, " out"]:
     """What each row of ``codes @ signs`` is multiplied by: ``alpha * scale / sqrt(rank)``, rounded to fp32 once more.
 
     This tensor, not its ingredients, goes over the wire.
@@ -55,7 +55,7 @@ def row_coefficient(scale: Float32[Tensor, "out"], alpha: float, rank: int) -> F
 def apply_codes_(
     weight: Float32[Tensor, "out in"],
     codes: Int8[Tensor, "out rank"],
-    coefficient: Float32[Tensor, "out"],
+    coefficient: Float32[Tensor, " out"],
     signs: Float32[Tensor, "rank in"],
     decay: float = 1.0,
 ) -> None:

@@ -23,8 +23,8 @@ def _token_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def second_order_kl(
     logits: Float[Tensor, "tokens vocab"], tangent: Float[Tensor, "tokens vocab"], temperature: float = 1.0
-) -> Float64[Tensor, "tokens"]:
-    """``KL(p_W || p_{W + dW}) ~= 1/2 Var_p[dz / T]`` of logits ``z`` that change by ``dz``: the Fisher quadratic form."""
+) -> Float64[Tensor, " tokens"]:
+    """``KL(p_W || p_{W + dW}) ~= 1/2 Var_p[dz / T]`` of logits ``z`` that change by ``dz`` (Fisher)."""
     out = []
     for z, dz in _token_chunks(logits, tangent):
         p = torch.softmax(z / temperature, dim=-1)
@@ -35,7 +35,7 @@ def second_order_kl(
 
 def exact_kl(
     logits: Float[Tensor, "tokens vocab"], changed: Float[Tensor, "tokens vocab"], temperature: float = 1.0
-) -> Float64[Tensor, "tokens"]:
+) -> Float64[Tensor, " tokens"]:
     """``KL(p || q)`` of the policies that two sets of logits are.
 
     Summed as ``sum p (r - 1 - log r)`` with ``r = q / p``, whose terms are all non-negative: the plain form cancels to
@@ -85,6 +85,6 @@ def budget_after_mismatch(budget: float, mismatch: float, floor: float) -> float
 
 
 def calibration_average(average: float | None, observed: float, weight: float = 0.5) -> float:
-    """Running geometric mean of realised KL over ``alpha^2 * predicted``; one observation counts at most 0.1 to 1000."""
+    """Running geometric mean of realised KL over ``alpha^2 * predicted``; an observation counts as 0.1 to 1000."""
     observed = min(max(observed, 0.1), 1e3)
     return observed if average is None else math.exp((1 - weight) * math.log(average) + weight * math.log(observed))

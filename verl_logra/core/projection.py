@@ -35,7 +35,7 @@ def _logical_shift_right(x: Int64[Tensor, "..."], bits: int) -> Int64[Tensor, ".
     return (x >> bits) & ((1 << (_WORD - bits)) - 1)
 
 
-def splitmix64(key: int, count: int, device: torch.device | str | None = None) -> Int64[Tensor, "count"]:
+def splitmix64(key: int, count: int, device: torch.device | str | None = None) -> Int64[Tensor, " count"]:
     """The first ``count`` outputs of SplitMix64 from state ``key``, in wrapping int64 arithmetic."""
     x = torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(_GOLDEN).add_(key)
     x = (x ^ _logical_shift_right(x, 30)).mul_(_MIX_1)

@@ -14,20 +14,20 @@ from torch import Tensor
 
 
 def updated_second_moment(
-    second_moment: Float[Tensor, "out"], sketch: Float[Tensor, "out rank"], beta2: float
-) -> Float[Tensor, "out"]:
+    second_moment: Float[Tensor, " out"], sketch: Float[Tensor, "out rank"], beta2: float
+) -> Float[Tensor, " out"]:
     """The next ``v``; the old one is left alone, so that a refused step can forget it."""
     mean_square = torch.linalg.vector_norm(sketch, dim=1, dtype=torch.float32).square_().div_(sketch.shape[1])
     return mean_square.mul_(1 - beta2).add_(second_moment, alpha=beta2)
 
 
-def row_rms(second_moment: Float[Tensor, "out"], beta2: float, num_updates: int) -> Float[Tensor, "out"]:
+def row_rms(second_moment: Float[Tensor, " out"], beta2: float, num_updates: int) -> Float[Tensor, " out"]:
     """Bias-corrected root mean square of each row's sketch after ``num_updates`` >= 1 updates."""
     return (second_moment / (1 - beta2**num_updates)).sqrt_()
 
 
 def direction_(
-    sketch: Float[Tensor, "out rank"], rms: Float[Tensor, "out"], eps: float | Float[Tensor, ""]
+    sketch: Float[Tensor, "out rank"], rms: Float[Tensor, " out"], eps: float | Float[Tensor, ""]
 ) -> Float[Tensor, "out rank"]:
     """Divides the sketch's rows by ``rms + eps``, in place."""
     return sketch.div_((rms + eps).unsqueeze(1))

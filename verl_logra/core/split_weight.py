@@ -31,9 +31,7 @@ def split_weight(
     return high, low.to(torch.int16)
 
 
-def join_weight(
-    high: BFloat16[Tensor, "*shape"], low: Int16[Tensor, "*shape"]
-) -> Float32[Tensor, "*shape"]:
+def join_weight(high: BFloat16[Tensor, "*shape"], low: Int16[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
     """``(hi, lo) -> W``."""
     bits = high.view(torch.int16).int().bitwise_left_shift(16) + low.int()
     return bits.view(torch.float32)

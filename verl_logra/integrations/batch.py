@@ -43,7 +43,8 @@ def probe_sequences(data: Any, count: int, temperature: float | None = None) -> 
         NotImplementedError: the batch has images or other inputs that a probe of token ids would leave out.
         ValueError: the rollout's temperature is 0, where the policy has no KL to others.
     """
-    if any(inputs for inputs in data.get("multi_modal_inputs", None) or []):
+    multi_modal = data.get("multi_modal_inputs", None)
+    if multi_modal is not None and any(getattr(inputs, "data", inputs) for inputs in multi_modal):
         raise NotImplementedError("the KL controller probes text only: leave out the kl settings for multi-modal data")
     ids, masks, lengths = _rows(data["input_ids"]), _rows(data["response_mask"]), _response_lengths(data)
     temperatures = _temperatures(data, len(ids)) if temperature is None else [temperature] * len(ids)

@@ -172,7 +172,7 @@ class LoGRAWorkerExtension(_Base):
         differ, elements = {}, 0
         for name, tensor in effective_tensors(self.model_runner.model):
             before = remembered.pop(name)
-            different = int((before.view(torch.uint8) != tensor.view(torch.uint8)).sum())
+            different = int((_bytes(before) != _bytes(tensor)).sum())
             elements += tensor.numel()
             if different:
                 differ[name] = different
@@ -236,6 +236,10 @@ def effective_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.numel():
             yield name, tensor.detach()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _read_packed(layer: nn.Module) -> Tensor:
