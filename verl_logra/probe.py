@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,12 +37,6 @@ class ProbeSequence:
     """True where the token is the policy's own; the first token cannot be."""
     temperature: float = 1.0
     """Of the policy that sampled it."""
-
-    @property
-    def num_logits(self) -> int:
-        """Trailing positions whose logits are needed: from the one that predicts the first response token."""
-        positions = self.response.nonzero()
-        return len(self.input_ids) - int(positions[0]) + 1 if len(positions) else 1
 
 
 @dataclass(frozen=True)
@@ -108,49 +102,62 @@ class Probe:
         self.autocast = autocast
         self.method = method
         self.device = next(model.parameters()).device
-        self.sequences = [
-            replace(s, input_ids=s.input_ids[:max_tokens], response=s.response[:max_tokens]) for s in sequences
-        ]
-        # Every rank runs as many forwards as the rank with most sequences; a repeated one has no response token.
-        missing = int(self._over_ranks([len(self.sequences)], dist.ReduceOp.MAX)[0]) - len(self.sequences)
-        filler = self.sequences[0].input_ids if self.sequences else torch.zeros(2, dtype=torch.int64)
-        self.sequences += [ProbeSequence(filler, torch.zeros_like(filler, dtype=torch.bool))] * missing
         self._before: list[Tensor] | None = None
         self._difference_scale = 1.0
+        # A rank without a sequence takes part in the forwards all the same, since they gather parameters.
+        no_sequence = ProbeSequence(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool))
+        self._pad(list(sequences) or [no_sequence], max_tokens)
+
+    def _pad(self, sequences: list[ProbeSequence], max_tokens: int) -> None:
+        """One batch, padded on the left, so that the logits that are needed are the last ones of every row."""
+        rows = [(s.input_ids[:max_tokens], s.response[:max_tokens]) for s in sequences]
+        size = len(rows), max(len(ids) for ids, _ in rows)
+        ids = torch.zeros(size, dtype=torch.int64, device=self.device)
+        attended, response = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        for i, (row_ids, row_response) in enumerate(rows):
+            ids[i, -len(row_ids) :] = row_ids.to(self.device)
+            attended[i, -len(row_ids) :] = 1
+            response[i, -len(row_ids) :] = row_response.to(self.device)
+        # The logits at one position are those of the token at the next.
+        first = int(response.any(dim=0).int().argmax()) if response.any() else size[1] - 1
+        keep = size[1] - max(first - 1, 0)
+        self._inputs = {
+            "input_ids": ids,
+            "attention_mask": attended,
+            "position_ids": (attended.cumsum(dim=1) - 1).clamp_(min=0),
+            "logits_to_keep": keep,
+            "use_cache": False,
+        }
+        self._predicts_response = torch.cat((response, torch.zeros_like(response[:, :1])), dim=1)[:, 1:][:, -keep:]
+        self._temperatures = [s.temperature for s in sequences]
 
     def predict(self, decay: float = 0.0) -> MeanKL:
         """Second-order KL of the proposed update, unscaled, with relative weight decay ``decay``."""
         if self.method == "finite_difference":
             return self._predict_by_difference(decay)
-        kls = []
-        for sequence in self.sequences:
-            with probing(self.model), self.taps.tangent(decay), forward_ad.dual_level(), self.autocast():
-                try:
-                    primal, tangent = forward_ad.unpack_dual(self._logits(sequence))
-                except (NotImplementedError, RuntimeError) as error:
-                    raise RuntimeError(
-                        f"a layer of the model has no forward derivative ({error}): set kl.probe=finite_difference, "
-                        f"which needs none"
-                    ) from error
-            tangent = torch.zeros_like(primal) if tangent is None else tangent
-            kls.append(second_order_kl(primal, tangent, sequence.temperature)[self._predicts_response(sequence)])
-        return self._mean(kls)
+        with probing(self.model), self.taps.tangent(decay), forward_ad.dual_level(), self.autocast():
+            try:
+                primal, tangent = forward_ad.unpack_dual(self.model(**self._inputs).logits)
+            except (NotImplementedError, RuntimeError) as error:
+                raise RuntimeError(
+                    f"a layer of the model has no forward derivative ({error}): set kl.probe=finite_difference, "
+                    f"which needs none"
+                ) from error
+        tangent = torch.zeros_like(primal) if tangent is None else tangent
+        return self._mean(second_order_kl, self._response_logits(primal), self._response_logits(tangent))
 
     def _predict_by_difference(self, decay: float) -> MeanKL:
         """``dz = (z(W + e dW) - z(W - e dW)) / 2e``, with ``e`` such that the step ``e`` is ``_DIFFERENCE_KL``: small
         enough for the third order, large enough for float32."""
         for _ in range(_MAX_DIFFERENCES):
-            kls, e = [], self._difference_scale
-            for sequence in self.sequences:
-                with self._exactly():
-                    with self.taps.inject(e, decay):
-                        ahead = self._logits(sequence)
-                    with self.taps.inject(-e, decay):
-                        behind = self._logits(sequence)
-                middle = (ahead + behind).div_(2)
-                difference = ahead.sub_(behind).div_(2)
-                kls.append(second_order_kl(middle, difference, sequence.temperature)[self._predicts_response(sequence)])
-            kl = self._mean(kls)
+            e = self._difference_scale
+            with self.taps.inject(e, decay):
+                ahead = self._exact_logits()
+            with self.taps.inject(-e, decay):
+                behind = self._exact_logits()
+            middle = [(a + b) / 2 for a, b in zip(ahead, behind, strict=True)]
+            difference = [(a - b) / 2 for a, b in zip(ahead, behind, strict=True)]
+            kl = self._mean(second_order_kl, middle, difference)
             if not kl.usable or kl.value == 0 or 0.1 < kl.value / _DIFFERENCE_KL < 10:
                 break
             self._difference_scale = e * min(max(math.sqrt(_DIFFERENCE_KL / kl.value), 1e-3), 1e3)
@@ -162,47 +169,28 @@ class Probe:
         return self._before is not None
 
     def remember(self) -> None:
-        """Keeps the policy of now for ``kl_since_remembered``: fp32 logits ``[response tokens, vocab]`` a sequence."""
+        """Keeps the policy of now for ``kl_since_remembered``: logits ``[response tokens, vocab]`` in fp32."""
         with self.taps.off():
             self._before = self._exact_logits()
 
     def kl_since_remembered(self) -> MeanKL:
         """KL from the remembered policy to that of the model as it is shown now (``LoGRA.trial``, or its weights)."""
         assert self._before is not None, "remember comes first"
-        kls = []
-        for sequence, before, now in zip(self.sequences, self._before, self._exact_logits(), strict=True):
-            kls.append(exact_kl(before, now, sequence.temperature)[self._predicts_response(sequence)])
-        return self._mean(kls)
+        return self._mean(exact_kl, self._before, self._exact_logits())
 
     def _exact_logits(self) -> list[Tensor]:
-        with self._exactly():
-            return [self._logits(sequence) for sequence in self.sequences]
-
-    @contextmanager
-    def _exactly(self) -> Iterator[None]:
         with probing(self.model), float32_activations(self.model):
-            yield
+            return self._response_logits(self.model(**self._inputs).logits)
 
-    def _logits(self, sequence: ProbeSequence) -> Float[Tensor, "positions vocab"]:
-        ids = sequence.input_ids.to(self.device).unsqueeze(0)
-        output = self.model(
-            input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=sequence.num_logits
-        )
-        return output.logits[0]
+    def _response_logits(self, logits: Float[Tensor, "batch positions vocab"]) -> list[Tensor]:
+        """Each sequence's logits of its response tokens, ``[tokens, vocab]``."""
+        return [row[mask] for row, mask in zip(logits, self._predicts_response, strict=True)]
 
-    def _predicts_response(self, sequence: ProbeSequence) -> Bool[Tensor, " positions"]:
-        """Which of the kept positions predict a response token; the last one predicts what was not sampled."""
-        tail = sequence.response[len(sequence.response) - sequence.num_logits + 1 :]
-        return torch.cat((tail, tail.new_zeros(1))).to(self.device)
-
-    def _mean(self, kls: list[Tensor]) -> MeanKL:
-        local = torch.cat(kls)
-        total, tokens = self._over_ranks([float(local.sum()), len(local)], dist.ReduceOp.SUM)
+    def _mean(self, kl: Callable[..., Tensor], first: list[Tensor], second: list[Tensor]) -> MeanKL:
+        """``kl`` averaged over the response tokens of all ranks."""
+        kls = torch.cat([kl(a, b, t) for a, b, t in zip(first, second, self._temperatures, strict=True)])
+        sums = torch.stack((kls.sum(), torch.full_like(kls.sum(), len(kls))))
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        total, tokens = sums.tolist()
         return MeanKL(total / tokens if tokens else 0.0, int(tokens))
-
-    def _over_ranks(self, values: list[float], op: Any) -> list[float]:
-        if not dist.is_initialized():
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=op)
-        return tensor.tolist()

@@ -170,6 +170,17 @@ def test_response_tokens_alone_count():
     assert empty.num_tokens == 0 and not empty.usable
 
 
+def test_sequences_of_different_lengths_and_temperatures_do_not_mix():
+    model, _ = proposed()
+    short = ProbeSequence(tokens(1, 6, seed=4)[0], torch.arange(6) >= 3, 0.6)
+    long = ProbeSequence(tokens(1, 14, seed=5)[0], torch.arange(14) >= 2, 1.3)
+    for method in ("jvp", "finite_difference"):
+        alone = [Probe(model, [s], method=method).predict() for s in (short, long)]
+        assert [kl.num_tokens for kl in alone] == [3, 12]
+        expected = (3 * alone[0].value + 12 * alone[1].value) / 15
+        assert Probe(model, [short, long], method=method).predict().value == pytest.approx(expected, rel=1e-3)
+
+
 def test_long_sequences_keep_their_first_tokens():
     model, _ = proposed()
     whole = Probe(model, sequences(1), max_tokens=6).predict()
