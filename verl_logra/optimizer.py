@@ -16,79 +16,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_logra.config import LoGRAConfig
 from verl_logra.core import factor, row_adam
 from verl_logra.core.split_weight import join_weight, nudge_ties_, split_weight
+from verl_logra.proposal import Proposal, StepReport
 from verl_logra.rest import RestDisplacement
+from verl_logra.sharding import check_row_sharded, local, sharded_like, sum_over_shards_
 from verl_logra.sketch import Target, install, taps_of
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """One proposed update, before anything has moved. Norms are over all targets and ranks; fp32 scalars on device."""
-
-    sketch_norm: Tensor
-    """``||S||_F``, an unbiased estimate of the targets' gradient norm (after clipping)."""
-    update_norm: Tensor
-    """``||U A||_F``, the norm of the unscaled update without weight decay."""
-    weight_norm: Tensor
-    """``||W||_F``."""
-    decay: float
-    """Relative weight decay ``lr * weight_decay`` of the unscaled update."""
-    second_moments: list[Tensor]
-    """The next ``v`` of each target, local rows."""
-    row_scales: list[Tensor | None]
-    """Scale of each row of an int8 factor, local rows; None for other factor dtypes."""
-
-    @property
-    def update_ratio(self) -> Tensor:
-        """``||U A|| / ||W||`` of the unscaled update."""
-        return self.update_norm / self.weight_norm
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What the last ``step`` did."""
-
-    proposal: Proposal | None
-    """None: the gradient was not finite and nothing was proposed."""
-    alpha: float
-    """Scale of the applied update; 0 for a refused one."""
-    applied: bool
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers for a log, on the host."""
-        if self.proposal is None:
-            return {"applied": 0.0, "alpha": 0.0}
-        return {
-            "applied": float(self.applied),
-            "alpha": self.alpha,
-            "sketch_norm": float(self.proposal.sketch_norm),
-            "update_ratio": self.alpha * float(self.proposal.update_ratio),
-        }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like_rows(local: Tensor, update: Tensor, *trailing: int) -> Tensor:
-    """A tensor of ``[out, *trailing]`` sharded by rows as ``update`` is, from this rank's rows."""
-    if not isinstance(update, DTensor):
-        return local
-    shape = torch.Size((update.shape[0], *trailing))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, update.device_mesh, update.placements, shape=shape, stride=stride)
 
 
 class LoGRA(torch.optim.Optimizer):
@@ -171,20 +113,14 @@ class LoGRA(torch.optim.Optimizer):
     @torch.no_grad()
     def _init_target_state(self) -> None:
         for target, weight, update in self._rows():
-            if isinstance(update, DTensor) and not (
-                update.placements[-1].is_shard(0) and weight.placements == update.placements
-            ):
-                raise ValueError(
-                    f"{target.name} is sharded as {weight.placements}; LoGRA needs both its weight and its update "
-                    f"parameter sharded by rows: use fully_shard without a shard_placement_fn"
-                )
-            weight, update_rows = _local(weight), _local(update)
+            check_row_sharded(target.name, weight, update)
+            weight, update_rows = local(weight), local(update)
             update_rows.zero_()  # sharded loading may have left it uninitialised
             v = torch.zeros(update_rows.shape[0], dtype=torch.float32, device=update_rows.device)
-            self.state[update]["second_moment"] = _like_rows(v, update)
+            self.state[update]["second_moment"] = sharded_like(v, update)
             if weight.dtype == torch.bfloat16:
                 low = torch.zeros(weight.shape, dtype=torch.int16, device=weight.device)
-                self.state[update]["low_half"] = _like_rows(low, update, target.in_features)
+                self.state[update]["low_half"] = sharded_like(low, update, target.in_features)
             elif weight.dtype != torch.float32:
                 raise ValueError(
                     f"{target.name} is stored in {weight.dtype}; LoGRA trains float32 and bfloat16 weights"
@@ -245,42 +181,38 @@ class LoGRA(torch.optim.Optimizer):
             raise RuntimeError("a proposal is already open: call commit(alpha) or discard() first")
         config, group = self.config, self.param_groups[0]
         targets = self._rows()
-        sketches = [_local(s) for s in self._sketches()]
+        sketches = [local(s) for s in self._sketches()]
         device = sketches[0].device
 
         moments, rms = [], []
         for (_, _, update), sketch in zip(targets, sketches, strict=True):
-            v = _local(self.state[update]["second_moment"])
+            v = local(self.state[update]["second_moment"])
             v = row_adam.updated_second_moment(v, sketch, config.beta2)
             moments.append(v)
             rms.append(row_adam.row_rms(v, config.beta2, self.num_updates + 1))
         eps: Tensor | list[float] = [config.eps] * len(targets)
         if config.scale == "ratio" and config.optimizer == "row_adam":
-            rms_sums = self._sum_over_rows(torch.stack([r.sum(dtype=torch.float64) for r in rms]))
-            num_rows = torch.tensor([update.shape[0] for _, _, update in targets], device=device)
-            # A layer without any gradient keeps eps itself, so that 0 / eps stays 0.
-            eps = (config.eps * rms_sums / num_rows).float().clamp_(min=torch.finfo(torch.float32).tiny)
+            rms_sums = sum_over_shards_(torch.stack([r.sum(dtype=torch.float64) for r in rms]), group["params"][0])
+            num_rows = torch.tensor([float(update.shape[0]) for _, _, update in targets], device=device)
+            eps = row_adam.relative_eps(rms_sums, num_rows, config.eps)
 
         norms = torch.empty(len(targets), 4, dtype=torch.float64, device=device)
         for i, ((target, weight, update), sketch) in enumerate(zip(targets, sketches, strict=True)):
-            rows = _local(update)
+            rows = local(update)
             rows.copy_(sketch)
             if config.optimizer == "row_adam":
                 row_adam.direction_(rows, rms[i], eps[i])
             norms[i, 0] = row_adam.squared_norm(sketch)
             norms[i, 1] = row_adam.squared_norm(rows)
             norms[i, 2] = row_adam.projected_squared_norm(rows, target.projection().to(device))
-            norms[i, 3] = row_adam.squared_norm(_local(weight))
-        norms = self._sum_over_rows(norms)
+            norms[i, 3] = row_adam.squared_norm(local(weight))
+        sum_over_shards_(norms, group["params"][0])
         sketch_sq, direction_sq, update_sq, weight_sq = norms.unbind(1)
 
-        # Factor of each layer's direction: its sketch norm restored, then one factor for all layers.
         if config.scale == "ratio":
-            layer_factor = (sketch_sq / direction_sq).nan_to_num_(0.0).sqrt_()
-            update_norm = (layer_factor.square() * update_sq).sum().sqrt_()
             lr_share = group["lr"] / group["base_lr"] if group["base_lr"] else 0.0
-            layer_factor *= (config.update_ratio * lr_share * weight_sq.sum().sqrt() / update_norm).nan_to_num_(
-                0.0, 0.0
+            layer_factor = row_adam.ratio_factors(
+                sketch_sq, direction_sq, update_sq, weight_sq, config.update_ratio * lr_share
             )
         else:
             layer_factor = torch.full_like(sketch_sq, group["lr"])
@@ -288,7 +220,7 @@ class LoGRA(torch.optim.Optimizer):
 
         row_scales: list[Tensor | None] = []
         for (_, _, update), f in zip(targets, layer_factor.float(), strict=True):
-            rows = _local(update).mul_(f)
+            rows = local(update).mul_(f)
             row_scales.append(None)
             if config.factor_dtype == "int8":
                 row_scales[-1] = factor.round_rows_(rows)
@@ -324,11 +256,11 @@ class LoGRA(torch.optim.Optimizer):
         for (target, weight, update), v, scale in zip(
             self._rows(), proposal.second_moments, proposal.row_scales, strict=True
         ):
-            applied = self._apply(target, _local(weight), update, alpha, scale, decay)
+            applied = self._apply(target, local(weight), update, alpha, scale, decay)
             if self.listeners:
                 factors.append(applied)
-            _local(self.state[update]["second_moment"]).copy_(v)
-            _local(update).zero_()
+            local(self.state[update]["second_moment"]).copy_(v)
+            local(update).zero_()
         if self._adamw is not None:
             lrs = [g["lr"] for g in self._adamw.param_groups]
             for g, lr in zip(self._adamw.param_groups, lrs, strict=True):
@@ -353,9 +285,9 @@ class LoGRA(torch.optim.Optimizer):
         self, target: Target, weight: Tensor, update: nn.Parameter, alpha: float, scale: Tensor | None, decay: float
     ) -> tuple[Tensor, Tensor] | None:
         """Applies the update to one target; returns codes and coefficients if that was exact."""
-        rows = _local(update)
+        rows = local(update)
         low = self.state[update].get("low_half")
-        full = weight if low is None else join_weight(weight, _local(low))
+        full = weight if low is None else join_weight(weight, local(low))
         applied = None
         if scale is not None and self.config.projection == "rademacher":
             signs = target.unscaled_projection(torch.float32, rows.device)
@@ -367,7 +299,7 @@ class LoGRA(torch.optim.Optimizer):
         if low is not None:
             high, low_rows = split_weight(full)
             weight.copy_(high)
-            _local(low).copy_(low_rows)
+            local(low).copy_(low_rows)
         return applied
 
     @torch.no_grad()
@@ -375,7 +307,7 @@ class LoGRA(torch.optim.Optimizer):
         """Forgets the proposed update: weights, moments, projections and counts stay as they were."""
         self._take_proposal()
         for update in self.param_groups[0]["params"]:
-            _local(update).zero_()
+            local(update).zero_()
 
     def _take_proposal(self) -> Proposal:
         if self._proposal is None:
@@ -391,7 +323,7 @@ class LoGRA(torch.optim.Optimizer):
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank, the nested AdamW's included."""
         return sum(
-            _local(t).numel() * t.element_size()
+            local(t).numel() * t.element_size()
             for s in self.state.values()
             for t in s.values()
             if isinstance(t, Tensor)
@@ -411,13 +343,6 @@ class LoGRA(torch.optim.Optimizer):
                 )
         self._checked_sketches = True
         return [torch.zeros_like(u) if u.grad is None else u.grad for _, _, u in rows]
-
-    def _sum_over_rows(self, sums: Tensor) -> Tensor:
-        """Adds up per-rank sums over local rows, in place, over the group that the rows are sharded over."""
-        update = self.param_groups[0]["params"][0]
-        if isinstance(update, DTensor):
-            dist.all_reduce(sums, group=update.device_mesh.get_group(update.device_mesh.ndim - 1))
-        return sums
 
     def _all_finite(self, proposal: Proposal) -> bool:
         grads = [p.grad for g in self.param_groups[1:] for p in g["params"] if p.grad is not None]

@@ -12,11 +12,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from verl_logra.sharding import local
 
 
 class RestDisplacement:
@@ -36,10 +33,10 @@ class RestDisplacement:
                 state = adamw.state.get(parameter, {})
                 rehearsal.state[shadow] = {key: value.clone() for key, value in state.items()}
                 rehearsal.step()
-                before = _local(parameter.detach())
+                before = local(parameter.detach())
                 self._parameters.append(before)
                 self._before.append(before.clone())
-                self._displacement.append(_local(shadow.detach()) - before)
+                self._displacement.append(local(shadow.detach()) - before)
 
     @contextmanager
     def shown(self, alpha: float) -> Iterator[None]:

@@ -48,3 +48,25 @@ def projected_squared_norm(
     gram = (projection @ projection.T).double()
     update = update.double()
     return ((update @ gram) * update).sum()
+
+
+def relative_eps(rms_sums: Float[Tensor, " layers"], num_rows: Float[Tensor, " layers"], eps: float) -> Tensor:
+    """``eps`` times each layer's mean row RMS; positive for a layer without gradient, so that 0 / eps is 0."""
+    return (eps * rms_sums / num_rows).float().clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def ratio_factors(
+    sketch_sq: Float[Tensor, " layers"],
+    direction_sq: Float[Tensor, " layers"],
+    update_sq: Float[Tensor, " layers"],
+    weight_sq: Float[Tensor, " layers"],
+    update_ratio: float,
+) -> Float[Tensor, " layers"]:
+    """Factor of each layer's direction for ``scale="ratio"``, from squared norms of ``S``, ``D``, ``D A`` and ``W``.
+
+    Each direction gets its layer's sketch norm back, which makes any normalisation of the row scales before it
+    redundant; then one factor for all layers gives ``||delta W|| / ||W|| = update_ratio``. No gradient, no step.
+    """
+    restored = (sketch_sq / direction_sq).nan_to_num_(0.0).sqrt_()
+    update_norm = (restored.square() * update_sq).sum().sqrt_()
+    return restored * (update_ratio * weight_sq.sum().sqrt() / update_norm).nan_to_num_(0.0, 0.0)
