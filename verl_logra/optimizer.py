@@ -84,7 +84,7 @@ class LoGRA(torch.optim.Optimizer):
 
         updates = [target.update for target in self.targets.values()]
         # The sharded parameters: a module shows its unsharded ones while FSDP2 keeps it gathered after a forward.
-        self._weights = [target.module.weight for target in self.targets.values()]
+        self._weights: list[Tensor] = [target.module.weight for target in self.targets.values()]
         group = {"params": updates, "lr": lr, "weight_decay": weight_decay, "base_lr": lr, "num_updates": 0}
         group |= {"num_refreshes": 0, "target_names": list(self.targets)}
         super().__init__([group], {"lr": lr, "weight_decay": weight_decay})
@@ -114,23 +114,23 @@ class LoGRA(torch.optim.Optimizer):
     def _init_target_state(self) -> None:
         for target, weight, update in self._rows():
             check_row_sharded(target.name, weight, update)
-            weight, update_rows = local(weight), local(update)
+            weight_rows, update_rows = local(weight), local(update)
             update_rows.zero_()  # sharded loading may have left it uninitialised
             v = torch.zeros(update_rows.shape[0], dtype=torch.float32, device=update_rows.device)
             self.state[update]["second_moment"] = sharded_like(v, update)
-            if weight.dtype == torch.bfloat16:
-                low = torch.zeros(weight.shape, dtype=torch.int16, device=weight.device)
+            if weight_rows.dtype == torch.bfloat16:
+                low = torch.zeros(weight_rows.shape, dtype=torch.int16, device=weight_rows.device)
                 self.state[update]["low_half"] = sharded_like(low, update, target.in_features)
-            elif weight.dtype != torch.float32:
+            elif weight_rows.dtype != torch.float32:
                 raise ValueError(
-                    f"{target.name} is stored in {weight.dtype}; LoGRA trains float32 and bfloat16 weights"
+                    f"{target.name} is stored in {weight_rows.dtype}; LoGRA trains float32 and bfloat16 weights"
                 )
 
-    def _rows(self) -> list[tuple[Target, nn.Parameter, nn.Parameter]]:
+    def _rows(self) -> list[tuple[Target, Tensor, nn.Parameter]]:
         """Each target with its (sharded) weight and update parameter."""
         return list(zip(self.targets.values(), self._weights, self.param_groups[0]["params"], strict=True))
 
-    def target_weights(self) -> list[tuple[str, nn.Parameter, Tensor | None]]:
+    def target_weights(self) -> list[tuple[str, Tensor, Tensor | None]]:
         """Name, (sharded) weight and, for a weight stored in bf16, (sharded) low half of every target."""
         return [(t.name, weight, self.state[update].get("low_half")) for t, weight, update in self._rows()]
 
@@ -145,7 +145,7 @@ class LoGRA(torch.optim.Optimizer):
         return self.param_groups[0]["num_updates"]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Proposes an update, asks ``step_scale`` how much of it to apply, and commits. A non-finite gradient or a
         refusal leaves everything as it was; ``last_step`` tells what happened."""
         loss = None

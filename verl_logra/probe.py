@@ -59,15 +59,16 @@ def probing(model: nn.Module) -> Iterator[None]:
     """
     training = {module: module.training for module in model.modules()}
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    switch: Any = getattr(model, "set_attn_implementation", None)
     try:
         model.eval()
         if attention is not None:
-            model.set_attn_implementation("eager")
+            switch("eager")
         with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             yield
     finally:
         if attention is not None:
-            model.set_attn_implementation(attention)
+            switch(attention)
         for module, flag in training.items():
             module.training = flag
             if isinstance(module, FSDPModule):

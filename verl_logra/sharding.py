@@ -31,8 +31,8 @@ def check_row_sharded(name: str, weight: Tensor, update: Tensor) -> None:
     """Raises ValueError unless both are whole, or sharded alike along their rows."""
     if not isinstance(update, DTensor) and not isinstance(weight, DTensor):
         return
-    placements = getattr(weight, "placements", None), getattr(update, "placements", None)
-    if placements[0] != placements[1] or not placements[1][-1].is_shard(0):
+    placements = [t.placements if isinstance(t, DTensor) else None for t in (weight, update)]
+    if placements[0] is None or placements[0] != placements[1] or not placements[0][-1].is_shard(0):
         raise ValueError(
             f"{name}: the weight is sharded as {placements[0]}, its update parameter as {placements[1]}; LoGRA needs "
             f"both sharded by rows: use fully_shard without a shard_placement_fn"

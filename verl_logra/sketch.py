@@ -126,7 +126,7 @@ class _Tap(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (projected,) = ctx.saved_tensors
         sketch = grad_output.flatten(0, -2).T @ projected.flatten(0, -2)
         return grad_output, None, sketch.to(ctx.update_dtype), None
