@@ -8,19 +8,23 @@ import random
 from dataclasses import dataclass
 
 NAMES = ("Ada", "Ben", "Eva", "Kim", "Lea", "Max", "Sam", "Tom")
-THINGS = ("apples", "books", "cards", "coins", "eggs", "nuts", "pens", "stamps")
+THINGS = ("cards", "coins", "eggs", "figs", "keys", "nuts", "pens", "pins")
 TEMPLATES = {
     "add": (
-        "{name} has {a} {things} and gets {b} more. How many now?",
-        "{name} found {a} {things}, then {b} others. How many in all?",
-        "There are {a} {things} here and {b} there. How many together?",
+        "{name} has {a} {things}, gets {b}. Now?",
+        "{a} {things} and {b} more?",
+        "With {a}, add {b} {things}?",
+        "{name} took {a}, then {b}?",
     ),
     "subtract": (
-        "{name} has {a} {things} and gives {b} away. How many are left?",
-        "{name} had {a} {things} but lost {b}. How many remain?",
-        "Of {a} {things}, {name} sold {b}. How many are unsold?",
+        "{name} has {a} {things}, loses {b}. Now?",
+        "{a} {things} less {b}?",
+        "Of {a} {things} sell {b}?",
+        "{name} owns {a}, gives {b}?",
     ),
 }
+NUM_CLEAR = 2
+"""The first templates of an operation; the warm-up mislabels questions in the later ones."""
 LARGE_NUMBERS = range(10, 40)
 SMALL_NUMBERS = range(1, 10)
 
@@ -31,6 +35,8 @@ class Question:
 
     text: str
     answer: str
+    triple: tuple[str, int, int]
+    template: int
 
 
 def split_triples(num_held_out: int, seed: int) -> tuple[list[tuple[str, int, int]], list[tuple[str, int, int]]]:
@@ -45,5 +51,7 @@ def split_triples(num_held_out: int, seed: int) -> tuple[list[tuple[str, int, in
 def ask(triple: tuple[str, int, int], rng: random.Random) -> Question:
     """The triple under a random template, name and thing."""
     operation, a, b = triple
-    text = rng.choice(TEMPLATES[operation]).format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
-    return Question(text=text, answer=str(a + b if operation == "add" else a - b))
+    template = rng.randrange(len(TEMPLATES[operation]))
+    text = TEMPLATES[operation][template].format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
+    answer = str(a + b if operation == "add" else a - b)
+    return Question(text=text, answer=answer, triple=triple, template=template)

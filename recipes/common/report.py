@@ -1,0 +1,145 @@
+"""The table and the picture at the end of a recipe; also compares several runs.
+
+    python -m recipes.common.report outputs/quickstart-logra [outputs/quickstart-adamw ...]
+
+Reads ``metrics.jsonl``, ``run.json`` and hydra's ``config.yaml`` of each run; writes ``summary.json`` into each and
+``curves.png`` into the first.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from safetensors import safe_open
+
+from recipes.common.metrics import held_out_accuracy, read_metrics
+
+ADAMW_STATE_BYTES_PER_PARAMETER = 8  # two fp32 moments
+
+
+def num_parameters(model_dir: Path) -> int:
+    """Parameters in a model folder's safetensors; tied ones are stored, and counted, once."""
+    total = 0
+    for path in model_dir.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (not a dict)
+    return total
+
+
+def summarize(
+    records: list[dict[str, Any]], run: dict[str, Any], *, config: dict[str, Any], parameters: int
+) -> dict[str, Any]:
+    """What a run did, as plain numbers; memory and state in bytes, times in seconds."""
+    steps = [r["data"] for r in records if "critic/score/mean" in r["data"]]
+    accuracies = [a for a in (held_out_accuracy(r["data"]) for r in records) if a is not None]
+    actor = config["actor_rollout_ref"]["actor"]
+    ranks = config["trainer"]["n_gpus_per_node"]
+    if actor["optim"]["optimizer"] == "LoGRA":
+        # The metric is the mean over ranks of what each holds.
+        state_bytes = round(steps[-1]["actor/logra_state_bytes"] * ranks)
+    else:
+        state_bytes = ADAMW_STATE_BYTES_PER_PARAMETER * parameters
+    return {
+        "optimizer": actor["optim"]["optimizer"],
+        "optimizer_settings": actor["optim"]["override_optimizer_config"],
+        "learning_rate": actor["optim"]["lr"],
+        "seed": config["data"]["seed"],
+        "ranks": ranks,
+        "steps": len(steps),
+        "accuracy_before": accuracies[0],
+        "accuracy_after": accuracies[-1],
+        "reward_first_steps": mean(s["critic/score/mean"] for s in steps[:5]),
+        "reward_last_steps": mean(s["critic/score/mean"] for s in steps[-5:]),
+        "seconds_per_step": median(s["timing_s/step"] for s in steps),
+        "wall_seconds": run["wall_seconds"],
+        "peak_memory_bytes": run["peak_memory_bytes"],
+        "trainer_peak_memory_bytes": round(max(s["actor/perf/max_memory_allocated_gb"] for s in steps) * 2**30),
+        "parameters": parameters,
+        "optimizer_state_bytes": state_bytes,
+    }
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the largest unit that leaves a number above one."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+def table(summaries: dict[str, dict[str, Any]]) -> str:
+    """One column per run."""
+    rows = [("", list(summaries))]
+    for label, show in (
+        ("optimizer", lambda s: f"{s['optimizer']}, lr {s['learning_rate']:g}"),
+        ("steps, ranks, seed", lambda s: f"{s['steps']}, {s['ranks']}, {s['seed']}"),
+        ("held-out accuracy before", lambda s: f"{s['accuracy_before']:.1%}"),
+        ("held-out accuracy after", lambda s: f"{s['accuracy_after']:.1%}"),
+        ("reward, first 5 steps", lambda s: f"{s['reward_first_steps']:.3f}"),
+        ("reward, last 5 steps", lambda s: f"{s['reward_last_steps']:.3f}"),
+        ("seconds per step", lambda s: f"{s['seconds_per_step']:.1f}"),
+        ("wall time", lambda s: f"{s['wall_seconds']:.0f} s"),
+        ("peak memory, all processes", lambda s: size(s["peak_memory_bytes"])),
+        ("peak memory, trainer", lambda s: size(s["trainer_peak_memory_bytes"])),
+        ("optimizer state", lambda s: f"{size(s['optimizer_state_bytes'])} for {s['parameters']:,} parameters"),
+    ):
+        rows.append((label, [show(s) for s in summaries.values()]))
+    widths = [max(len(row[1][column]) for row in rows) for column in range(len(summaries))]
+    return "\n".join(
+        f"  {label:<28}" + "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        for label, cells in rows
+    )
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Sampled reward and held-out accuracy on the left, the gradient norm and the step controller's KL on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    for color, (name, records) in enumerate(runs.items()):
+        steps = [(r["step"], r["data"]) for r in records if "critic/score/mean" in r["data"]]
+        x = [step for step, _ in steps]
+        left.plot(x, [d["critic/score/mean"] for _, d in steps], color=f"C{color}", alpha=0.4, label=f"{name}: reward")
+        held_out = [(r["step"], held_out_accuracy(r["data"])) for r in records]
+        held_out = [(step, value) for step, value in held_out if value is not None]
+        left.plot(*zip(*held_out, strict=True), "o-", color=f"C{color}", label=f"{name}: held-out accuracy")
+        right.plot(x, [d["actor/grad_norm"] for _, d in steps], color=f"C{color}", label=f"{name}: gradient norm")
+    left.set(title="Answers that are right", xlabel="step", ylim=(0, 1.02))
+    right.set(title="Gradient norm before clipping", xlabel="step", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def report(folders: list[Path]) -> None:
+    """Write the summaries and the picture, print the table."""
+    import yaml
+
+    records = {folder.name: read_metrics(folder) for folder in folders}
+    summaries = {}
+    for folder in folders:
+        config = yaml.safe_load((folder / "hydra/.hydra/config.yaml").read_text())
+        summaries[folder.name] = summarize(
+            records[folder.name],
+            json.loads((folder / "run.json").read_text()),
+            config=config,
+            parameters=num_parameters(Path(config["actor_rollout_ref"]["model"]["path"])),
+        )
+        (folder / "summary.json").write_text(json.dumps(summaries[folder.name], indent=2) + "\n")
+    draw(records, folders[0] / "curves.png")
+    print(table(summaries))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run, such as outputs/NAME")
+    report(parser.parse_args().runs)
