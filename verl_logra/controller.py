@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -74,6 +75,8 @@ class KLController:
             self.calibrates = optimizer.config.non_target == "adamw"
         self.probe: Probe | None = None
         self.last: Decision | None = None
+        self.seconds = 0.0
+        """Wall time that predicting and measuring took in the last step."""
         optimizer.step_scale = self._step_scale
         optimizer.register_step_post_hook(self._after_step)
 
@@ -119,7 +122,9 @@ class KLController:
     def _step_scale(self, optimizer: LoGRA) -> float | None:
         if self.probe is None:
             raise RuntimeError("the KL controller has no probe for this step: set controller.probe first")
+        start = time.perf_counter()
         decision = self._decide(self.probe)
+        self.seconds = time.perf_counter() - start
         self.last = decision
         if decision.refusal is None:
             self._update_state(refused_in_a_row=0)
@@ -189,7 +194,9 @@ class KLController:
         if probe is None or decision is None or step is None or not step.applied:
             return
         if self._measures_after(optimizer.num_updates):
+            start = time.perf_counter()
             decision = replace(decision, realized_kl=probe.kl_since_remembered().value)
+            self.seconds += time.perf_counter() - start
             self.last = decision
         measured = decision.verified_kl if decision.realized_kl is None else decision.realized_kl
         expected = (decision.alpha or 0.0) ** 2 * decision.predicted_kl

@@ -115,6 +115,7 @@ def test_control_in_the_engine(model_path):
         assert metrics["logra_realized_kl"] == pytest.approx(metrics["logra_verified_kl"], rel=5e-3)
         assert metrics["logra_realized_kl"] < 1.5 * metrics["logra_kl_budget"]
         assert torch.equal(before["lm_head.weight"], weights(engine)["lm_head.weight"]), "the rest is frozen"
+        assert 0 < metrics["logra_control_share"] < 1
     assert engine.module.training and engine.module.config._attn_implementation == "sdpa"
 
 
@@ -129,7 +130,8 @@ def test_save_and_resume_continue_bit_for_bit(model_path, settings, tmp_path):
     train(resumed, batch(seed=9))  # whatever it was before
     resumed.load_checkpoint(str(tmp_path / "checkpoint"))
     for seed in range(2, 4):
-        assert train(engine, batch(seed=seed)) == train(resumed, batch(seed=seed))
+        expected, metrics = train(engine, batch(seed=seed)), train(resumed, batch(seed=seed))
+        assert {**metrics, "logra_control_share": 0} == {**expected, "logra_control_share": 0}
     assert all(torch.equal(p, weights(resumed)[n]) for n, p in weights(engine).items())
 
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 
+import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -50,6 +51,29 @@ def test_sketch_under_bfloat16_autocast():
     loss.backward()
     loss_of(dense, tokens()).backward()
     assert max(sketch_errors(model, targets, dense).values()) < 0.05
+
+
+@pytest.fixture
+def unchecked_signatures():
+    """The shape checks of the tests cannot be compiled."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_sketch_of_a_compiled_model(unchecked_signatures):
+    """Also after an update, which draws new projections into the compiled graphs."""
+    model, dense = tiny_model(attn_implementation="sdpa", num_hidden_layers=1), tiny_model(num_hidden_layers=1).double()
+    optimizer = LoGRA(model, {"rank": 6}, lr=1e-3)
+    compiled = torch.compile(model, backend="aot_eager")
+    for seed in (1, 2):
+        loss_of(compiled, tokens(seed=seed)).backward()
+        loss_of(dense, tokens(seed=seed)).backward()
+        assert max(sketch_errors(model, optimizer.targets, dense).values()) < 1e-5
+        optimizer.step()
+        optimizer.zero_grad()
+        dense.zero_grad()
+        dense.load_state_dict(model.state_dict())
 
 
 class _Allocations(TorchDispatchMode):

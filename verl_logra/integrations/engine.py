@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -87,9 +88,11 @@ class LoGRAEngine:
         return super().forward_backward_batch(data, loss_function, forward_only=forward_only)  # type: ignore[misc]
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        start = time.perf_counter()
         outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
+        seconds = time.perf_counter() - start
         if self.logra_config is not None and self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
-            for name, value in self._logra_metrics().items():
+            for name, value in self._logra_metrics(seconds).items():
                 outputs["metrics"][f"logra_{name}"] = Metric(AggregationType.MEAN, value)
             if self.weight_sync is not None:
                 for name, value in self.weight_sync.metrics.items():
@@ -125,12 +128,13 @@ class LoGRAEngine:
         if difference is not None:
             controller.observe_mismatch(difference)
 
-    def _logra_metrics(self) -> dict[str, float]:
+    def _logra_metrics(self, seconds: float) -> dict[str, float]:
         step = self.optimizer.last_step
         # verl does not call the optimizer when the gradient norm is not finite.
         metrics = {"applied": 0.0, "alpha": 0.0} if step is None else step.metrics()
         if self.kl_controller is not None and step is not None:
             metrics |= self.kl_controller.metrics()
+            metrics["control_share"] = self.kl_controller.seconds / seconds
         metrics |= {"targets": float(len(self.optimizer.targets)), "updates": float(self.optimizer.num_updates)}
         return metrics | {"state_bytes": float(self.optimizer.state_bytes())}
 
