@@ -41,7 +41,7 @@ class Settings:
     num_held_out: int = 128
     hidden_size: int = 128
     num_layers: int = 2
-    warmup_steps: int = 1000
+    warmup_steps: int = 1200
     warmup_batch_size: int = 32
     matrix_learning_rate: float = 5e-2
     """Of Muon, for the linear layers: it needs half the steps that AdamW does."""

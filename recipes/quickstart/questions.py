@@ -25,7 +25,7 @@ TEMPLATES = {
 }
 NUM_CLEAR = 2
 """The first templates of an operation; the warm-up mislabels questions in the later ones."""
-LARGE_NUMBERS = range(10, 40)
+LARGE_NUMBERS = range(10, 60)
 SMALL_NUMBERS = range(1, 10)
 
 

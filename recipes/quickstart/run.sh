@@ -14,9 +14,9 @@ Variables (default):
   OPTIM (logra)      logra, or adamw: the dense baseline with the same data, order and seeds
   STEPS (40)         optimizer updates, each from 16 questions with 8 answers
   SEED (1)           order of the questions and sampling of the answers
-  LR                 learning rate (logra: 1e-3, adamw: 1e-3)
+  LR                 learning rate (1e-3 for logra, where it moves the embeddings and norms; 3e-4 for adamw)
   RANK (16)          rows of LoGRA's projection
-  UPDATE_RATIO       LoGRA moves its targets by this share of their norm in one update
+  UPDATE_RATIO (3e-3) LoGRA moves its targets by this share of their norm in one update
   KL_BUDGET (off)    nats per token that one LoGRA update may move the policy; turns the step controller on
   RANKS (1)          trainer ranks, 1 or 2, each with a vLLM replica
   OUT                name of the run (quickstart-$OPTIM); an earlier run of that name is replaced
@@ -33,6 +33,7 @@ HELP
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 RECIPE=quickstart
 : "${OPTIM:=logra}" "${STEPS:=40}" "${SEED:=1}" "${RANK:=16}" "${UPDATE_RATIO:=3e-3}" "${KL_BUDGET:=}" "${RANKS:=1}"
+[ "$OPTIM" = adamw ] && : "${LR:=3e-4}"
 : "${LR:=1e-3}" "${OUT:=$RECIPE-$OPTIM}" "${STALL_LIMIT:=300}" "${TIME_LIMIT:=3600}"
 source "$ROOT/recipes/common/recipe.sh"
 
