@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 import uuid
+from collections import deque
 from typing import Any
 
 import zmq
@@ -28,7 +29,7 @@ class MasterChannel:
         host = f"[{ip}]" if ipv6 else ip
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         self.sync_id = ""
-        self._num_receivers = 0
+        self._inboxes: dict[int, deque[Any]] = {}
         self._identities: dict[int, bytes] = {}
         self.silent: set[int] = set()
         """Receivers that did not answer in time."""
@@ -38,25 +39,24 @@ class MasterChannel:
         return self.sync_id
 
     def expect(self, num_receivers: int) -> None:
-        self._num_receivers = num_receivers
+        self._inboxes = {receiver: deque() for receiver in range(num_receivers)}
         self._identities.clear()
         self.silent.clear()
 
     def gather(self) -> dict[int, Any]:
-        """One message from every receiver that still answers."""
-        received: dict[int, Any] = {}
+        """The next message of every receiver that still answers; what came early is kept for the next time."""
         deadline = time.monotonic() + self._seconds
-        while len(received) + len(self.silent) < self._num_receivers:
+        while missing := [r for r, inbox in self._inboxes.items() if not inbox and r not in self.silent]:
             left = deadline - time.monotonic()
             if left <= 0 or not self._socket.poll(int(1000 * left) + 1):
-                self.silent |= set(range(self._num_receivers)) - received.keys()
+                self.silent.update(missing)
                 break
             identity, data = self._socket.recv_multipart()
             sync_id, receiver, content = pickle.loads(data)
-            if sync_id == self.sync_id and receiver not in self.silent:
+            if sync_id == self.sync_id:
                 self._identities[receiver] = identity
-                received[receiver] = content
-        return received
+                self._inboxes[receiver].append(content)
+        return {r: inbox.popleft() for r, inbox in self._inboxes.items() if inbox and r not in self.silent}
 
     def broadcast(self, content: Any, buffer: Any = b"") -> None:
         """To every receiver that answered before; ``buffer`` travels beside the pickled content, without a copy."""

@@ -40,8 +40,10 @@ def _register_replica(replica: ModuleType) -> None:
 _ON_CPU = os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 try:
+    from verl_logra.integrations.log_lines import show_log_lines
     from verl_logra.integrations.when_imported import when_imported
 
+    show_log_lines()
     if _ON_CPU:
         import verl_logra.cpu.platform  # noqa: F401  (registers the platform)
         from verl_logra.cpu.process_group import use_valid_cpu_backend
