@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("verl")
 
-import verl  # noqa: F401, E402  (registers the platform)
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry  # noqa: E402
+import verl  # noqa: F401  (registers the platform)
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from tests.sync.rollout import Rollout, deliver, train  # noqa: E402
-from tests.sync.test_exact import assert_equal, setup  # noqa: E402
-from verl_logra.integrations.checkpoint_engine import LoGRACheckpointEngine  # noqa: E402
+from tests.sync.rollout import Rollout, deliver, train
+from tests.sync.test_exact import assert_equal, setup
+from verl_logra.integrations.checkpoint_engine import LoGRACheckpointEngine
 
 
 def engines(num_receivers, bucket_bytes=1 << 13, **settings):

@@ -1,5 +1,7 @@
 """Targets inside real vLLM linear layers, tensor-parallel sizes 1, 2 and 4, against vLLM's own weight loaders."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -29,7 +31,7 @@ FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate
 
 
 class Block(nn.Module):
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up": ["gate_proj", "up_proj"]}
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up": ["gate_proj", "up_proj"]}
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={"checkpoint.": "body."}, orig_to_new_stacked={".q_proj": (".qkv_proj", "q")}
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol
 
@@ -80,9 +81,10 @@ class LoGRAServerAdapter(ServerAdapter):
         else:
             return await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
         assert settings is not None, "a remote session comes from backend=logra, which switches the sync on"
+        start = time.perf_counter()
         plan = await self._sync(session, settings, global_steps, kwargs)
         if settings.verify:
-            await self._verify(session, plan, global_steps, kwargs)
+            await self._verify(session, plan, time.perf_counter() - start, global_steps, kwargs)
         return None
 
     async def _sync(
@@ -145,14 +147,18 @@ class LoGRAServerAdapter(ServerAdapter):
                 problems.append(f"replica {self.replica_rank} does not answer: {_text(error)}")
         return problems
 
-    async def _verify(self, session: RemoteSession, plan: Plan, global_steps: int | None, kwargs: Any) -> None:
+    async def _verify(
+        self, session: RemoteSession, plan: Plan, seconds: float, global_steps: int | None, kwargs: Any
+    ) -> None:
         """Sends everything in full by verl's own way and compares what vLLM computed with before and after.
 
         Raises:
             RuntimeError: a byte differs.
         """
         await self._execute_method("logra_remember")
+        start = time.perf_counter()
         await super().update_weights(session.everything(), global_steps=global_steps, **kwargs)
+        full_seconds = time.perf_counter() - start
         results = await self._execute_method("logra_compare")
         for worker, result in enumerate(results or []):
             if result["differ"]:
@@ -161,12 +167,15 @@ class LoGRAServerAdapter(ServerAdapter):
                     f"with other weights than a full sync gives; bytes that differ: {result['differ']}"
                 )
             logger.warning(
-                "%s verified at step %s: 0 bytes differ in %d elements of worker %d of replica %d",
+                "%s verified at step %s: 0 bytes differ in %d elements of worker %d of replica %d; it took %.3f s, a "
+                "full sync by verl alone %.3f s",
                 plan,
                 global_steps,
                 result["elements"],
                 worker,
                 self.replica_rank,
+                seconds,
+                full_seconds,
             )
 
 
