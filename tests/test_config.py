@@ -37,6 +37,7 @@ def test_published_defaults():
     c, kl = LoGRAConfig(), KLConfig()
     assert (c.beta2, c.eps, c.update_ratio, c.projection) == (0.95, 1e-8, 6e-5, "rademacher")
     assert (kl.budget, kl.budget_final, kl.schedule, kl.schedule_updates) == (2e-4, 2e-5, "cosine", 300)
+    assert kl.max_update_ratio == 1e-2
     assert (kl.alpha_max, kl.probe_sequences, kl.probe_max_tokens) == (3.0, 2, 4096)
     assert (kl.mismatch_ema, kl.mismatch_floor) == (0.3, 0.5)
 

@@ -87,7 +87,7 @@ class KLConfig:
     probe: Literal["jvp", "finite_difference"] = "jvp"
     """How the logits' tangent is found: forward-mode AD, or two forwards for kernels without a forward derivative."""
     probe_sequences: int = 2
-    """Sequences of the mini-batch that each data-parallel rank probes."""
+    """Sequences of the mini-batch that each data-parallel rank probes. Answers of a few tokens need more than two."""
     probe_max_tokens: int = 4096
     """Longest probe sequence, prompt included; longer ones keep their first tokens."""
     temperature: float | None = None
@@ -102,8 +102,9 @@ class KLConfig:
     """Measure the KL of the scaled step by one plain forward before it is applied; shrink while it is too large."""
     verify_tolerance: float = 1.5
     """A verified KL up to this multiple of the budget is accepted."""
-    max_update_ratio: float | None = None
-    """Upper bound of ``alpha * ||delta W|| / ||W||`` over all targets."""
+    max_update_ratio: float | None = 1e-2
+    """Upper bound of ``alpha * ||delta W|| / ||W||`` over all targets, for where no probe sees what a step does: no
+    sound update of a pretrained model is near a hundredth of its weights. ``None``: no bound."""
     calibrate: bool | None = None
     """Divide the budget by a running mean of realised / predicted KL; ``None``: where AdamW moves the rest."""
     realized_every: int = 0

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_VERIFICATIONS = 6
 MAX_REFUSALS = 3
+FEW_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ class KLController:
             self.calibrates = optimizer.config.non_target == "adamw"
         self.probe: Probe | None = None
         self.last: Decision | None = None
+        self._warned_of_few_tokens = False
         self.seconds = 0.0
         """Wall time that predicting and measuring took in the last step."""
         optimizer.step_scale = self._step_scale
@@ -149,6 +151,13 @@ class KLController:
         decision = replace(decision, predicted_kl=predicted.value)
         if predicted.num_tokens == 0:
             return replace(decision, refusal="no probe sequence has a response token")
+        if predicted.num_tokens < FEW_TOKENS and not self._warned_of_few_tokens:
+            self._warned_of_few_tokens = True
+            logger.warning(
+                "the KL probe sees %d response tokens, which say little about the batch: raise kl.probe_sequences=%d",
+                predicted.num_tokens,
+                config.probe_sequences,
+            )
         if not predicted.usable:
             return replace(decision, refusal=f"the predicted KL is {predicted.value}")
 

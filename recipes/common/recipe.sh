@@ -13,7 +13,7 @@ optimizer_overrides() {
       [ -z "$KL_BUDGET" ] || die "KL_BUDGET=$KL_BUDGET needs OPTIM=logra: AdamW has no step controller"
       ;;
     logra)
-      [ -z "$KL_BUDGET" ] || kl=", kl: {budget: $KL_BUDGET}"
+      [ -z "$KL_BUDGET" ] || kl=", kl: {budget: $KL_BUDGET, budget_final: null, probe_sequences: $PROBE_SEQUENCES, realized_every: 1}"
       OPTIMIZER_OVERRIDES+=(
         $optim.optimizer_impl=verl_logra $optim.optimizer=LoGRA
         "$optim.override_optimizer_config={rank: $RANK, update_ratio: $UPDATE_RATIO$kl}"

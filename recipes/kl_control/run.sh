@@ -24,11 +24,9 @@ HELP
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 : "${SEEDS:=1 2 3}" "${FACTORS:=1 30}" "${KL_BUDGET:=2e-3}" "${STEPS:=40}" "${JOBS:=1}"
 export STEPS
-source "$ROOT/recipes/quickstart/defaults.sh"
 
 [ -n "${VENV:-}" ] || { bash "$ROOT/recipes/setup.sh"; VENV=$ROOT/.venv; }
 export VENV
-times() { "$VENV/bin/python" -c "print(f'{$1 * $2:g}')"; }
 
 # One run, unless outputs/$1 has its summary already.
 one() {
@@ -37,15 +35,11 @@ one() {
     echo "$name: done earlier"
     return
   fi
-  local overrides=()
-  [ -z "$budget" ] || overrides=("++$CONFIG.kl.schedule=constant" "++$CONFIG.kl.realized_every=1")
-  OUT=$name OPTIM=$optim SEED=$seed KL_BUDGET=$budget LR=$(times "$DEFAULT_LR" "$factor") \
-    UPDATE_RATIO=$(times "$DEFAULT_UPDATE_RATIO" "$factor") \
-    bash "$ROOT/recipes/quickstart/run.sh" "${overrides[@]}" >"$ROOT/outputs/$name.out" 2>&1 ||
+  OUT=$name OPTIM=$optim SEED=$seed KL_BUDGET=$budget LR_FACTOR=$factor \
+    bash "$ROOT/recipes/quickstart/run.sh" >"$ROOT/outputs/$name.out" 2>&1 ||
     { echo "$name: failed, see outputs/$name.out"; return 1; }
   echo "$name: $(grep 'held-out accuracy after' "$ROOT/outputs/$name.out")"
 }
-CONFIG=actor_rollout_ref.actor.optim.override_optimizer_config
 
 mkdir -p "$ROOT/outputs"
 failed=0

@@ -16,8 +16,11 @@ Variables (default):
   SEED (1)           order of the questions and sampling of the answers
   LR                 learning rate (1e-3 for logra, where it moves the embeddings and norms; 3e-4 for adamw)
   RANK (16)          rows of LoGRA's projection
-  UPDATE_RATIO (3e-3) LoGRA moves its targets by this share of their norm in one update
+  UPDATE_RATIO (3e-3)
+                     LoGRA moves its targets by this share of their norm in one update
+  LR_FACTOR (1)      multiplies LR and UPDATE_RATIO: what does a wrong learning rate do?
   KL_BUDGET (off)    nats per token that one LoGRA update may move the policy; turns the step controller on
+  PROBE_SEQUENCES (16) answers that the step controller looks at; they are short
   RANKS (1)          trainer ranks, 1 or 2, each with a vLLM replica
   OUT                name of the run (quickstart-$OPTIM); an earlier run of that name is replaced
   VENV               use this environment instead of making .venv
@@ -32,9 +35,10 @@ HELP
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 RECIPE=quickstart
-: "${OPTIM:=logra}" "${STEPS:=40}" "${SEED:=1}" "${RANK:=16}" "${UPDATE_RATIO:=3e-3}" "${KL_BUDGET:=}" "${RANKS:=1}"
+: "${OPTIM:=logra}" "${STEPS:=40}" "${SEED:=1}" "${RANK:=16}" "${UPDATE_RATIO:=3e-3}" "${KL_BUDGET:=}" "${PROBE_SEQUENCES:=16}" "${RANKS:=1}"
 [ "$OPTIM" = adamw ] && : "${LR:=3e-4}"
-: "${LR:=1e-3}" "${OUT:=$RECIPE-$OPTIM}" "${STALL_LIMIT:=300}" "${TIME_LIMIT:=3600}"
+: "${LR:=1e-3}" "${LR_FACTOR:=1}" "${OUT:=$RECIPE-$OPTIM}" "${STALL_LIMIT:=300}" "${TIME_LIMIT:=3600}"
+[ "$LR_FACTOR" = 1 ] || read -r LR UPDATE_RATIO < <(awk "BEGIN { print $LR * $LR_FACTOR, $UPDATE_RATIO * $LR_FACTOR }")
 source "$ROOT/recipes/common/recipe.sh"
 
 # Once per version of the files that make it: the warm-up takes longer than the training.
@@ -69,4 +73,4 @@ recipe_overrides() {
   )
 }
 
-recipe "$@"
+recipe "$@"; exit # the shell reads on while it runs: an edit meanwhile must not matter

@@ -16,6 +16,7 @@ from verl_logra.probe import MeanKL, Probe
 
 def controlled(kl, *, model=None, lr=3e-3, weight_decay=0.0, **settings):
     model = model or tiny_model()
+    kl = {"max_update_ratio": None, **kl}
     settings = {"rank": 6, "scale": "lr", "kl": kl, **settings}
     optimizer = LoGRA(model, settings, lr=lr, weight_decay=weight_decay)
     return model, optimizer, KLController(optimizer, optimizer.config.kl)
@@ -87,6 +88,13 @@ def test_the_bound_on_the_weights_holds_and_is_reported():
     size = sum(before.get_parameter(n).double().square().sum() for n in names)
     assert 0.5e-4 < float((moved / size).sqrt()) <= 1.0001e-4
     assert controller.metrics()["capped"] == 1.0
+
+
+def test_a_probe_of_few_tokens_is_mentioned_once(caplog):
+    model, optimizer, controller = controlled({"budget": 1e-4})
+    for seed in range(2):
+        step(model, optimizer, controller, seed)
+    assert caplog.text.count("the KL probe sees 10 response tokens") == 1 and "raise kl.probe_sequences=2" in caplog.text
 
 
 def test_budget_follows_the_schedule_and_the_mismatch():

@@ -11,7 +11,7 @@ from tests.integrations.engines import batch, build_engine, critic_loss, one_ran
 from tests.ranks import run_ranks
 
 SETTINGS = {"rank": 6, "update_ratio": 1e-2}
-KL = {"budget": 1e-3, "schedule": "constant", "realized_every": 1}
+KL = {"budget": 1e-3, "schedule": "constant", "realized_every": 1, "max_update_ratio": None}
 
 
 @pytest.fixture(scope="module")
