@@ -36,7 +36,7 @@ class CPUPlatform(PlatformBase):
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         return False
 
-    def current_device(self) -> str:  # type: ignore[override]
+    def current_device(self) -> str:
         # verl types this as an index, but uses it as `tensor.to(get_device_id())`, and an index means an accelerator.
         return DEVICE_MODULE.current_device()
 

@@ -42,7 +42,7 @@ def _with_cpu_backend(initialize: Callable[..., Any]) -> Callable[..., Any]:
         def on_cpu(backend: str | None = None, **options: Any) -> None:
             init_process_group(backend=CPU_BACKEND, **options)
 
-        torch.distributed.init_process_group = on_cpu
+        torch.distributed.init_process_group = on_cpu  # type: ignore[assignment]
         try:
             return initialize(*args, **kwargs)
         finally:
