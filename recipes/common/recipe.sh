@@ -88,6 +88,7 @@ recipe() {
   # A short path: Ray's socket names must stay below 108 characters. Its own for every run, so that none meets another.
   RAY_DIR=$(mktemp -d /tmp/ray-XXXXXX)
   trap 'rm -rf "$RAY_DIR"' EXIT
+  export VERL_LOGRA_SOCKET_DIR=$RAY_DIR
   all_overrides +ray_kwargs.ray_init._temp_dir="$RAY_DIR" "$@"
   "$PYTHON" -m recipes.common.launch --out "$OUT_DIR" \
     --steps "$STEPS" --stall-limit "$STALL_LIMIT" --time-limit "$TIME_LIMIT" -- \

@@ -14,7 +14,7 @@ A run that is finished is not repeated, so the command can be interrupted and ca
 Variables (default):
   SEEDS ("1 2 3")     seeds of the runs
   FACTORS ("1 30")    multiples of the recipe's learning rate and update ratio
-  KL_BUDGET (2e-3)    nats per token of one update, constant over the run
+  KL_BUDGET (4e-3)    nats per token of one update, constant over the run
   STEPS (40)          updates of every run
   JOBS (1)            runs at a time; two fit 24 GB of memory
 HELP
@@ -22,7 +22,7 @@ HELP
 [ $# -eq 0 ] || { usage; [ "$1" = --help ] && exit 0 || exit 2; }
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-: "${SEEDS:=1 2 3}" "${FACTORS:=1 30}" "${KL_BUDGET:=2e-3}" "${STEPS:=40}" "${JOBS:=1}"
+: "${SEEDS:=1 2 3}" "${FACTORS:=1 30}" "${KL_BUDGET:=4e-3}" "${STEPS:=40}" "${JOBS:=1}"
 export STEPS
 
 [ -n "${VENV:-}" ] || { bash "$ROOT/recipes/setup.sh"; VENV=$ROOT/.venv; }
@@ -45,7 +45,7 @@ mkdir -p "$ROOT/outputs"
 failed=0
 for seed in $SEEDS; do
   for factor in $FACTORS; do
-    for method in adamw logra control; do
+    for method in control adamw logra; do
       case $method in
         control) arguments=(logra "$factor" "$seed" "$KL_BUDGET") ;;
         *) arguments=("$method" "$factor" "$seed" "") ;;

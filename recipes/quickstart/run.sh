@@ -24,7 +24,7 @@ Variables (default):
   RANKS (1)          trainer ranks, 1 or 2, each with a vLLM replica
   OUT                name of the run (quickstart-$OPTIM); an earlier run of that name is replaced
   VENV               use this environment instead of making .venv
-  STALL_LIMIT (300)  stop when no step was finished for so many seconds
+  STALL_LIMIT (600)  stop when no step was finished for so many seconds
   TIME_LIMIT (3600)  stop after so many seconds of training
 Arguments are hydra overrides for verl, for example
   actor_rollout_ref.rollout.n=16
@@ -37,7 +37,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 RECIPE=quickstart
 : "${OPTIM:=logra}" "${STEPS:=40}" "${SEED:=1}" "${RANK:=16}" "${UPDATE_RATIO:=3e-3}" "${KL_BUDGET:=}" "${PROBE_SEQUENCES:=16}" "${RANKS:=1}"
 [ "$OPTIM" = adamw ] && : "${LR:=3e-4}"
-: "${LR:=1e-3}" "${LR_FACTOR:=1}" "${OUT:=$RECIPE-$OPTIM}" "${STALL_LIMIT:=300}" "${TIME_LIMIT:=3600}"
+: "${LR:=1e-3}" "${LR_FACTOR:=1}" "${OUT:=$RECIPE-$OPTIM}" "${STALL_LIMIT:=600}" "${TIME_LIMIT:=3600}"
 [ "$LR_FACTOR" = 1 ] || read -r LR UPDATE_RATIO < <(awk "BEGIN { print $LR * $LR_FACTOR, $UPDATE_RATIO * $LR_FACTOR }")
 source "$ROOT/recipes/common/recipe.sh"
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,3 +122,47 @@ def test_verl_alone_still_names_the_cpu_twice(name: str) -> None:
     """When this fails verl has fixed it: delete verl_logra/cpu/process_group.py and its hook in the plugin."""
     with pytest.raises(AssertionError, match="Duplicate|duplicate|Invalid|invalid|cpu:gloo,cpu:gloo"):
         run_python(INITIALIZE.format(name=name, unwrapped=".__wrapped__"), VERL_PLATFORM="cpu")
+
+
+SHARED = "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
+
+
+def test_receiving_end_of_a_weight_transfer_is_in_the_runs_own_folder() -> None:
+    """verl alone gives two runs on one host the same socket, because each is job 01000000 of its own Ray cluster."""
+    pytest.importorskip("vllm")
+    output = run_python(
+        """
+        import inspect, os
+        from types import SimpleNamespace
+        import verl
+        from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+        from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+        assert 'self.zmq_handle = f"ipc:///tmp/' in inspect.getsource(inspect.unwrap(ServerAdapter.__init__))
+        assert ServerAdapter.__init__.__module__ and hasattr(ServerAdapter.__init__, "__wrapped__")
+        receiver = SimpleNamespace(local_rank=0, model_runner=SimpleNamespace(vllm_config=None))
+        for folder in ("", "/tmp/run-one"):
+            os.environ["VERL_LOGRA_SOCKET_DIR"] = folder
+            print(vLLMColocateWorkerExtension._get_zmq_handle(receiver))
+        """,
+        VERL_PLATFORM="cpu",
+        VERL_RAY_JOB_ID="01000000",
+    )
+    shared, private = output.splitlines()[-2:]
+    assert shared == SHARED, "verl has another name for it now"
+    assert private == SHARED.replace("/tmp/", "/tmp/run-one/")
+
+
+def test_sending_end_is_where_the_receiving_end_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_logra.cpu.sockets import SOCKET_DIR, private_handle, use_private_sockets_in_trainers
+
+    class ServerAdapter:
+        def __init__(self, handle: str) -> None:
+            self.zmq_handle = handle
+
+    use_private_sockets_in_trainers(SimpleNamespace(ServerAdapter=ServerAdapter))  # type: ignore[arg-type]
+    monkeypatch.setenv(SOCKET_DIR, "/tmp/run-one")
+    assert ServerAdapter(SHARED).zmq_handle == private_handle(SHARED) == SHARED.replace("/tmp/", "/tmp/run-one/")
+    assert private_handle("tcp://127.0.0.1:5") == "tcp://127.0.0.1:5"
+    monkeypatch.delenv(SOCKET_DIR)
+    assert ServerAdapter(SHARED).zmq_handle == SHARED

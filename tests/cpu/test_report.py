@@ -74,7 +74,9 @@ def test_table_says_what_the_summary_does() -> None:
     assert line["optimizer state"][:5] == ["1000", "B", "for", "1,500", "parameters"]
 
 
-@pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**30, "5.00 GiB")])
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**30, "5.00 GiB")]
+)
 def test_size_is_readable(num_bytes: int, text: str) -> None:
     assert report.size(num_bytes) == text
 

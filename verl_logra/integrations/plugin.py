@@ -47,8 +47,11 @@ try:
     if _ON_CPU:
         import verl_logra.cpu.platform  # noqa: F401  (registers the platform)
         from verl_logra.cpu.process_group import use_valid_cpu_backend
+        from verl_logra.cpu.sockets import use_private_sockets_in_trainers, use_private_sockets_in_workers
 
         when_imported("verl.utils.distributed", use_valid_cpu_backend)
+        when_imported("verl.workers.rollout.vllm_rollout.vllm_rollout", use_private_sockets_in_trainers)
+        when_imported("verl.workers.rollout.vllm_rollout.utils", use_private_sockets_in_workers)
     when_imported("verl.workers.engine", _register_engines)
     when_imported("verl.checkpoint_engine.base", _register_checkpoint_engine)
     when_imported("verl.workers.rollout.base", _register_adapter)
