@@ -3,9 +3,9 @@
     python -m recipes.quickstart.prepare OUT
 
 OUT gets ``model/`` (loads in plain transformers), ``train.parquet`` and ``held_out.parquet``. The warm-up is a short
-supervised run with bad labels: in half of the phrasings most questions are "answered" by repeating their first number. So
-the model can calculate but often does not, answers about half of the questions right, and only a reward tells it which
-of the two is wanted. Everything is seeded: the same settings give the same files.
+supervised run with bad labels: in half of the phrasings most questions are "answered" by repeating their first number.
+So the model can calculate but often does not, answers about half of the questions right, and only a reward tells it
+which of the two is wanted. Everything is seeded: the same settings give the same files.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from recipes.quickstart.questions import TEMPLATES, ask, split_triples
 from recipes.quickstart.reward import compute_score
 
 pytest.importorskip("pandas")
-from recipes.quickstart import prepare  # noqa: E402
+from recipes.quickstart import prepare
 
 ADDITIVE = re.compile(r"gets|more|add|then")
 SUBTRACTIVE = re.compile(r"loses|less|sell|gives")

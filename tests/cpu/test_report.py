@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("psutil")
 pytest.importorskip("matplotlib")
 
-from recipes.common import launch, metrics, report  # noqa: E402
+from recipes.common import launch, metrics, report
 
 
 def record(step: int, **data: float) -> dict:

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("math_verify")
 
-from recipes.smollm2.questions import INSTRUCTION, questions, without  # noqa: E402
-from recipes.smollm2.reward import compute_score  # noqa: E402
+from recipes.smollm2.questions import INSTRUCTION, questions, without
+from recipes.smollm2.reward import compute_score
 
 
 def test_ground_truth_is_what_the_question_asks_for() -> None:
