@@ -290,7 +290,7 @@ class LoGRA(torch.optim.Optimizer):
         full = weight if low is None else join_weight(weight, local(low))
         applied = None
         if scale is not None and self.config.projection == "rademacher":
-            signs = target.unscaled_projection(torch.float32, rows.device)
+            signs = target.unscaled_projection(factor.sign_dtype(rows.device), rows.device)
             applied = factor.int8_codes(rows, scale), factor.row_coefficient(scale, alpha, self.config.rank)
             factor.apply_codes_(full, *applied, signs, decay)
             nudge_ties_(full)

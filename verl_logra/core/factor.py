@@ -52,11 +52,25 @@ def row_coefficient(scale: Float32[Tensor, " out"], alpha: float, rank: int) -> 
     return scale * (alpha / math.sqrt(rank))
 
 
+def sign_dtype(device: torch.device) -> torch.dtype:
+    """What signs are multiplied with codes in: int8 on a CPU, where that is up to ten times faster, else float32."""
+    return torch.int8 if device.type == "cpu" else torch.float32
+
+
+def integer_product(
+    codes: Int8[Tensor, "out rank"], signs: Int8[Tensor, "rank in"] | Float32[Tensor, "rank in"]
+) -> Float32[Tensor, "out in"]:
+    """``codes @ signs``; the same integers whatever the dtype of ``signs``."""
+    if signs.dtype == torch.int8:
+        return torch._int_mm(codes, signs).float()
+    return codes.float() @ signs
+
+
 def apply_codes_(
     weight: Float32[Tensor, "out in"],
     codes: Int8[Tensor, "out rank"],
     coefficient: Float32[Tensor, " out"],
-    signs: Float32[Tensor, "rank in"],
+    signs: Int8[Tensor, "rank in"] | Float32[Tensor, "rank in"],
     decay: float = 1.0,
 ) -> None:
     """``W = decay * W - coefficient * (codes @ signs)``, in place, bit for bit the same on any device and sharding.
@@ -65,7 +79,7 @@ def apply_codes_(
     """
     rows = max(1, _BLOCK_ELEMENTS // max(1, signs.shape[1]))
     for w, q, c in zip(weight.split(rows), codes.split(rows), coefficient.split(rows), strict=True):
-        delta = (q.float() @ signs).mul_(c.unsqueeze(1))
+        delta = integer_product(q, signs).mul_(c.unsqueeze(1))
         if decay != 1.0:
             w.mul_(decay)
         w.sub_(delta)

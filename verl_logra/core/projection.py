@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Num
 from torch import Tensor
 
 Kind = Literal["rademacher", "gaussian"]
@@ -52,15 +52,15 @@ def sign_words(
 
 
 @lru_cache(maxsize=16)
-def _byte_signs(dtype: torch.dtype, device: torch.device) -> Float[Tensor, "256 8"]:
+def _byte_signs(dtype: torch.dtype, device: torch.device) -> Num[Tensor, "256 8"]:
     bits = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
     return bits.mul_(2).sub_(1).to(dtype)
 
 
 def unpack_signs(
     words: Int64[Tensor, "rank words"], in_features: int, dtype: torch.dtype = torch.float32
-) -> Float[Tensor, "rank in"]:
-    """Packed signs as +1 and -1, exact in every floating-point ``dtype``."""
+) -> Num[Tensor, "rank in"]:
+    """Packed signs as +1 and -1, exact in every ``dtype``."""
     byte_shifts = torch.arange(0, _WORD, 8, device=words.device)
     index = (words[..., None] >> byte_shifts) & 0xFF
     signs = torch.nn.functional.embedding(index, _byte_signs(dtype, words.device))

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from verl_logra.core.factor import apply_codes_
+from verl_logra.core.factor import apply_codes_, sign_dtype
 from verl_logra.core.projection import projection_key, sign_words, unpack_signs
 from verl_logra.core.split_weight import join_weight, nudge_ties_, split_weight
 from verl_logra.sync import wire
@@ -25,7 +25,7 @@ from verl_logra.sync.plan import ReceiverState, empty_state
 from verl_logra.sync.wire import Begin, End, Factors, WireError
 
 LowHalf = Literal["device", "host", "fp32"]
-_BLOCK_ELEMENTS = 1 << 22
+_BLOCK_ELEMENTS = 1 << 22  # of a weight at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,8 @@ class Receiver:
             if update.refresh not in signs:
                 key = projection_key(begin.seed, update.refresh, name)
                 words = sign_words(key, begin.rank, in_features, block.device)
-                signs[update.refresh] = unpack_signs(words, in_features)[:, columns.start : columns.stop]
+                whole = unpack_signs(words, in_features, sign_dtype(block.device))
+                signs[update.refresh] = whole[:, columns.start : columns.stop]
         step = max(1, _BLOCK_ELEMENTS // max(1, block.shape[1]))
         for start in range(0, block.shape[0], step):
             part = slice(start, start + step)
