@@ -26,9 +26,8 @@ def split_weight(
     """``W -> (hi, lo)``. ``join_weight`` returns ``W`` bit for bit, except that a low half of 0x8000 becomes 0x8001."""
     bits = weight.view(torch.int32)
     bits = bits + (bits.bitwise_and(0xFFFF) == 0x8000).int()
-    high = bits.view(torch.float32).bfloat16()
-    low = bits - high.view(torch.int16).int().bitwise_left_shift(16)
-    return high, low.to(torch.int16)
+    # The signed low 16 bits: from 0x8001 on they are negative, and there bf16 has rounded up.
+    return bits.view(torch.float32).bfloat16(), bits.to(torch.int16)
 
 
 def join_weight(high: BFloat16[Tensor, "*shape"], low: Int16[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
