@@ -95,24 +95,40 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
     )
 
 
+CONTROL_CURVES = {
+    "actor/logra_kl_budget": ("budget", ":"),
+    "actor/logra_predicted_kl": ("predicted", "--"),
+    "actor/logra_realized_kl": ("realised", "-"),
+}
+
+
 def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Sampled reward and held-out accuracy on the left, the gradient norm and the step controller's KL on the right."""
+    """Sampled reward and held-out accuracy on the left; on the right the gradient norm, or, where the step controller
+    was on, the KL of every update."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    steps = {name: [r for r in records if "critic/score/mean" in r["data"]] for name, records in runs.items()}
+    controlled = any("actor/logra_realized_kl" in r["data"] for records in steps.values() for r in records)
+    curves = CONTROL_CURVES if controlled else {"actor/grad_norm": ("gradient norm", "-")}
     for color, (name, records) in enumerate(runs.items()):
-        steps = [(r["step"], r["data"]) for r in records if "critic/score/mean" in r["data"]]
-        x = [step for step, _ in steps]
-        left.plot(x, [d["critic/score/mean"] for _, d in steps], color=f"C{color}", alpha=0.4, label=f"{name}: reward")
+        x, reward = zip(*((r["step"], r["data"]["critic/score/mean"]) for r in steps[name]), strict=True)
+        left.plot(x, reward, color=f"C{color}", alpha=0.4, label=f"{name}: reward")
         held_out = [(r["step"], held_out_accuracy(r["data"])) for r in records]
         held_out = [(step, value) for step, value in held_out if value is not None]
         left.plot(*zip(*held_out, strict=True), "o-", color=f"C{color}", label=f"{name}: held-out accuracy")
-        right.plot(x, [d["actor/grad_norm"] for _, d in steps], color=f"C{color}", label=f"{name}: gradient norm")
+        for metric, (label, style) in curves.items():
+            points = [(r["step"], r["data"][metric]) for r in steps[name] if metric in r["data"]]
+            if points:
+                right.plot(*zip(*points, strict=True), style, color=f"C{color}", label=f"{name}: {label}")
     left.set(title="Answers that are right", xlabel="step", ylim=(0, 1.02))
-    right.set(title="Gradient norm before clipping", xlabel="step", yscale="log")
+    if controlled:
+        right.set(title="KL of one update", xlabel="step", ylabel="nats per token", yscale="log")
+    else:
+        right.set(title="Gradient norm before clipping", xlabel="step", ylim=(0, None))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
