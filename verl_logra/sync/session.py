@@ -2,7 +2,7 @@
 
     plan = session.open(receivers, states)      what the workers have -> what they will get; collective
     for name, tensor in session.items(): ...    the message; collective
-    done = session.close(problems)              what went wrong anywhere; False: go round again with a full message
+    done = session.close(problems)              what went wrong anywhere; False: go round once more
 
 A session is also a plain iterable of the whole model, so whoever knows nothing of low-rank syncs gets a full one.
 """
@@ -168,20 +168,21 @@ class Session:
             yield item
 
     def close(self, problems: Sequence[str] = ()) -> bool:
-        """Ends the attempt; False if the receivers need a full message now.
+        """Ends the attempt; False if it failed and another is due. Workers that were touched report a problem then,
+        which makes the next message a full one.
 
         Args:
             problems: what went wrong at the workers that this rank speaks for, and here.
 
         Raises:
-            RuntimeError: a full message failed as well.
+            RuntimeError: the second attempt failed as well.
         """
         assert self.plan is not None and self._begin is not None and self._message is not None, "open comes first"
         all_problems, _ = _merged(list(problems), "")
         if all_problems:
             if self.plan.kind == "plain" or self._attempts > 1:
                 raise RuntimeError(f"{self.plan} failed, the rollout must not generate: {'; '.join(all_problems)}")
-            logger.warning("%s failed, a full one follows: %s", self.plan, "; ".join(all_problems))
+            logger.warning("%s failed, another follows: %s", self.plan, "; ".join(all_problems))
             return False
         sync = self.sync
         low_rank = self.plan.kind == "low_rank"
