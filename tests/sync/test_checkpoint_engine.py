@@ -1,10 +1,7 @@
 """The disaggregated path: verl's checkpoint engine interface, over sockets, without Ray."""
 
 import asyncio
-import os
 import time
-
-os.environ["VERL_PLATFORM"] = "cpu"
 
 import pytest
 import torch

@@ -3,10 +3,6 @@
 Only Ray and the engine around vLLM's worker are stood in for.
 """
 
-import os
-
-os.environ["VERL_PLATFORM"] = "cpu"
-
 import asyncio
 import threading
 import time

@@ -1,9 +1,5 @@
 """The worker extension's parts on real vLLM layers of a CPU, which packs weights and drops them."""
 
-import os
-
-os.environ["VERL_PLATFORM"] = "cpu"
-
 import pytest
 import torch
 

@@ -46,6 +46,7 @@ for what in "${@:-colocated}"; do
           run disaggregated "$ranks" "$updates" $batch=$((BATCH / updates)) "${low_rank_sync[@]}" $ENGINE.backend=logra \
             trainer.use_v1=True trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False \
             trainer.v1.separate_async.parameter_sync_step="$updates" \
+            actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent \
             actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=1 \
             "++ray_kwargs.ray_init.num_gpus=$((ranks + 1))"
           ;;

@@ -96,7 +96,9 @@ class LoGRACheckpointEngine(CheckpointEngine):
         if self._master is not None:
             self._master.expect(num_receivers)
         if receiver is not None:
-            self._channel = ReceiverChannel(*master, receiver, self.settings.timeout_seconds)
+            # The trainer waits for each receiver in turn and must be the first to give up, or one that died would
+            # make those that live give up as well instead of being told.
+            self._channel = ReceiverChannel(*master, receiver, 3 * self.settings.timeout_seconds)
         if self._carrier is not None:
             self._carrier.init_process_group(**carrier)
 

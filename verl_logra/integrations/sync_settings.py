@@ -28,7 +28,7 @@ class SyncSettings:
     verify: bool = False
     """After every sync send all weights in full and compare every bit that vLLM computes with; for tests."""
     timeout_seconds: float = 300.0
-    """How long one side waits for the next sign of life of the other."""
+    """How long one side waits for the next sign of life of the other; disaggregated rollouts wait three times that."""
     max_updates: int = 64
     """Updates the trainer keeps for receivers that have not had them; more, and those need a full sync."""
     transport: str | None = None
