@@ -58,6 +58,7 @@ use_environment() {
   fi
   [ -x "$VENV/bin/python" ] || die "VENV=$VENV has no bin/python"
   PYTHON=$VENV/bin/python
+  export TQDM_DISABLE=1 # progress bars of single seconds would hide the lines that matter
   export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} # the recipes' own modules; workers import them too
 }
 
