@@ -94,7 +94,8 @@ def test_a_probe_of_few_tokens_is_mentioned_once(caplog):
     model, optimizer, controller = controlled({"budget": 1e-4})
     for seed in range(2):
         step(model, optimizer, controller, seed)
-    assert caplog.text.count("the KL probe sees 10 response tokens") == 1 and "raise kl.probe_sequences=2" in caplog.text
+    assert caplog.text.count("the KL probe sees 10 response tokens") == 1
+    assert "raise kl.probe_sequences=2" in caplog.text
 
 
 def test_budget_follows_the_schedule_and_the_mismatch():

@@ -1,4 +1,4 @@
-"""verl's real FSDP engines on a tiny saved model, as its training worker builds them, and batches like its trainer's."""
+"""verl's real FSDP engines on a tiny saved model, as its worker builds them, and batches like its trainer's."""
 
 import os
 from contextlib import contextmanager
