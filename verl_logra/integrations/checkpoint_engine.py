@@ -188,7 +188,7 @@ class LoGRACheckpointEngine(CheckpointEngine):
         master.broadcast((meta, is_last), data.numpy())
         master.gather()
 
-    def receive_weights(self, global_steps: int | None = None) -> ReceivingSession:  # type: ignore[override]
+    def receive_weights(self, global_steps: int | None = None) -> ReceivingSession:
         assert self._channel is not None, "init_process_group comes first"
         return ReceivingSession(self._channel, self._carrier)
 
@@ -206,7 +206,7 @@ class ReceivingSession:
 
     def items(self) -> AsyncIterator[Item]:
         if self._carrier is not None:
-            return self._carrier.receive_weights()  # type: ignore[return-value]
+            return self._carrier.receive_weights()
         return self._receive_buckets()
 
     async def _receive_buckets(self) -> AsyncIterator[Item]:

@@ -77,6 +77,7 @@ class LoGRAWorkerExtension(_Base):
     """verl's extension, and low-rank weight updates."""
 
     _logra: _Sync | None = None
+    device: torch.device | None
 
     def logra_state(self, low_half: LowHalf) -> ReceiverState:
         """What this worker has, before a sync."""
@@ -242,7 +243,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _read_packed(layer: nn.Module) -> Tensor:
+def _read_packed(layer: Any) -> Tensor:
     """``W = (I W^T)^T``: exact, because each element is a sum of one product with 1 and products with 0."""
     size = getattr(layer, "input_size_per_partition", None) or getattr(layer, "input_size", None) or layer.embedding_dim
     dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype

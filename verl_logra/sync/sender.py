@@ -203,8 +203,8 @@ def _blob(updates: Sequence[AppliedUpdate], index: int) -> UInt8[Tensor, " bytes
 
 def whole(tensor: Tensor, device: torch.device) -> Tensor:
     """Gathers a sharded tensor on ``device``; collective."""
-    tensor = tensor.detach()
-    return tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor.to(device)
+    moved: Tensor | DTensor = tensor.detach().to(device)
+    return moved.full_tensor() if isinstance(moved, DTensor) else moved
 
 
 def _whole_int16(tensor: Tensor, device: torch.device) -> Int16[Tensor, "out in"]:

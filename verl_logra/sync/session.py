@@ -29,11 +29,18 @@ logger = logging.getLogger(__name__)
 class TrainedModel(Protocol):
     """What a session needs to know of the model that is trained."""
 
-    seed: int
-    rank: int
-    projection: str
-    refusal: str
-    """Why its updates cannot be sent exactly; "" if they can."""
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def projection(self) -> str: ...
+
+    @property
+    def refusal(self) -> str:
+        """Why its updates cannot be sent exactly; "" if they can."""
 
     def weights(self) -> list[TrainedWeight]:
         """The targets, in the order of the logged factors."""
