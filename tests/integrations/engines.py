@@ -1,10 +1,7 @@
 """verl's real FSDP engines on a tiny saved model, as its worker builds them, and batches like its trainer's."""
 
-import os
 from contextlib import contextmanager
 from functools import partial
-
-os.environ["VERL_PLATFORM"] = "cpu"
 
 import torch
 import torch.distributed as dist
