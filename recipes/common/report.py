@@ -49,8 +49,8 @@ def summarize(
         "seed": config["data"]["seed"],
         "ranks": ranks,
         "steps": len(steps),
-        "accuracy_before": accuracies[0],
-        "accuracy_after": accuracies[-1],
+        "accuracy_before": accuracies[0] if accuracies else None,
+        "accuracy_after": accuracies[-1] if accuracies else None,
         "reward_first_steps": mean(s["critic/score/mean"] for s in steps[:5]),
         "reward_last_steps": mean(s["critic/score/mean"] for s in steps[-5:]),
         "seconds_per_step": median(s["timing_s/step"] for s in steps),
@@ -71,14 +71,19 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.2f} GiB"
 
 
+def percent(share: float | None) -> str:
+    """A dash for what was not measured: a run may validate nothing."""
+    return "-" if share is None else f"{share:.1%}"
+
+
 def table(summaries: dict[str, dict[str, Any]]) -> str:
     """One column per run."""
     rows = [("", list(summaries))]
     for label, show in (
         ("optimizer", lambda s: f"{s['optimizer']}, lr {s['learning_rate']:g}"),
         ("steps, ranks, seed", lambda s: f"{s['steps']}, {s['ranks']}, {s['seed']}"),
-        ("held-out accuracy before", lambda s: f"{s['accuracy_before']:.1%}"),
-        ("held-out accuracy after", lambda s: f"{s['accuracy_after']:.1%}"),
+        ("held-out accuracy before", lambda s: percent(s["accuracy_before"])),
+        ("held-out accuracy after", lambda s: percent(s["accuracy_after"])),
         ("reward, first 5 steps", lambda s: f"{s['reward_first_steps']:.3f}"),
         ("reward, last 5 steps", lambda s: f"{s['reward_last_steps']:.3f}"),
         ("seconds per step", lambda s: f"{s['seconds_per_step']:.1f}"),
@@ -119,7 +124,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
         left.plot(x, reward, color=f"C{color}", alpha=0.4, label=f"{name}: reward")
         held_out = [(r["step"], held_out_accuracy(r["data"])) for r in records]
         held_out = [(step, value) for step, value in held_out if value is not None]
-        left.plot(*zip(*held_out, strict=True), "o-", color=f"C{color}", label=f"{name}: held-out accuracy")
+        if held_out:
+            left.plot(*zip(*held_out, strict=True), "o-", color=f"C{color}", label=f"{name}: held-out accuracy")
         for metric, (label, style) in curves.items():
             points = [(r["step"], r["data"][metric]) for r in steps[name] if metric in r["data"]]
             if points:

@@ -60,6 +60,15 @@ def test_summary_takes_first_and_last_validation_and_the_median_step() -> None:
     assert summary["optimizer_state_bytes"] == 2000, "what each of two ranks holds, added up"
 
 
+def test_a_run_that_validated_nothing_is_reported_all_the_same(tmp_path: Path) -> None:
+    records = [training(1, 0.25, 9.0), training(2, 0.5, 2.0)]
+    summary = report.summarize(records, RUN, config=config("LoGRA", 1), parameters=500)
+    lines = [line.split() for line in report.table({"run": summary}).splitlines() if "accuracy" in line]
+    assert [line[-1] for line in lines] == ["-", "-"]
+    report.draw({"run": records}, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 0
+
+
 def test_adamw_state_is_two_fp32_moments() -> None:
     assert report.summarize(RECORDS, RUN, config=config("AdamW", 1), parameters=500)["optimizer_state_bytes"] == 4000
 
