@@ -20,7 +20,7 @@ LAYERS = {
     "exact_forward": {"torch"},
     "probe": {"core", "sketch", "exact_forward", "torch", "jaxtyping"},
     "controller": {"core", "config", "optimizer", "probe", "torch"},
-    "sync": {"sync", "core", "torch", "jaxtyping", "numpy"},
+    "sync": {"sync", "core", "sharding", "torch", "jaxtyping", "numpy"},
     "cpu": {"cpu", "torch", "verl", "vllm", "transformers", "psutil"},
 }
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_logra.core.factor import AppliedUpdate
 from verl_logra.core.split_weight import join_weight, nudge_ties_
+from verl_logra.sharding import local
 from verl_logra.sync.checksum import MASK, tensor_checksum, weight_checksum
 from verl_logra.sync.wire import Begin, Factors, FrameWriter, factors_frame_bytes
 
@@ -36,12 +37,7 @@ class TrainedWeight:
         return self.weight.shape[0], self.weight.shape[1]
 
     def local(self) -> tuple[Tensor, Tensor | None]:
-        return _local(self.weight), None if self.low_half is None else _local(self.low_half)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local(self.weight.detach()), None if self.low_half is None else local(self.low_half)
 
 
 def shard_group(weight: Tensor) -> dist.ProcessGroup | None:
