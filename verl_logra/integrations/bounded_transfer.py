@@ -6,31 +6,25 @@ import zmq
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 
 
-def _bound(socket: Any, seconds: float) -> None:
-    for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
-        socket.setsockopt(option, int(1000 * seconds))
-    socket.setsockopt(zmq.LINGER, 0)
+class _Bounded:
+    """Raises ``zmq.Again`` when the other side gives no sign of life for ``seconds``."""
 
-
-class BoundedSender(BucketedWeightSender):
-    """Raises ``zmq.Again`` when the worker gives no sign of life for ``seconds``."""
+    socket: Any
 
     def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._seconds = seconds
+        self._milliseconds = int(1000 * seconds)
 
     def _init_socket(self) -> None:
-        super()._init_socket()
-        _bound(self.socket, self._seconds)
+        super()._init_socket()  # type: ignore[misc]
+        for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
+            self.socket.setsockopt(option, self._milliseconds)
+        self.socket.setsockopt(zmq.LINGER, 0)
 
 
-class BoundedReceiver(BucketedWeightReceiver):
-    """Raises ``zmq.Again`` when the trainer gives no sign of life for ``seconds``."""
+class BoundedSender(_Bounded, BucketedWeightSender):
+    """The trainer's side."""
 
-    def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._seconds = seconds
 
-    def _init_socket(self) -> None:
-        super()._init_socket()
-        _bound(self.socket, self._seconds)
+class BoundedReceiver(_Bounded, BucketedWeightReceiver):
+    """The worker's side."""

@@ -26,6 +26,9 @@ def _register_checkpoint_engine(_: ModuleType) -> None:
 
 def _register_adapter(rollout_base: ModuleType) -> None:
     rollout_base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_logra.integrations.rollout.LoGRAServerAdapter"
+    from verl_logra.integrations.other_rollouts import take_over
+
+    take_over(rollout_base._ROLLOUT_REGISTRY)
 
 
 def _register_replica(replica: ModuleType) -> None:

@@ -1,0 +1,56 @@
+"""What a run of ``verl_runs.sh`` showed: one line, exit code 1 if it is not what a working sync gives.
+
+    python tests/sync/verl_runs.py RUN [OTHER] --steps 60
+
+One run: its steps, its syncs, which of them were verified. Two: whether their rewards are equal step by step.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+SYNC = re.compile(r"(low-rank|full) weight sync[^\n]*? verified at step \S+: 0 bytes differ in (\d+) elements")
+SECONDS = re.compile(r"low-rank weight sync[^\n]*?it took ([\d.]+) s, a full sync by verl alone ([\d.]+) s")
+REWARD = "critic/score/mean"
+
+
+def rewards(run):
+    steps = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [step[REWARD] for step in steps if REWARD in step]
+
+
+def report_one(run, num_steps):
+    log = (run / "train.log").read_text(errors="replace")
+    kinds = [kind for kind, _ in SYNC.findall(log)]
+    wrong = "computes with other weights" in log
+    scores, code = rewards(run), json.loads((run / "run.json").read_text())["exit_code"]
+    parts = [f"{run.name}: exit {code}, {len(scores)} steps"]
+    if scores:
+        parts.append(f"mean reward {statistics.mean(scores[-10:]):.4f} at the end")
+    if kinds:
+        low, full = zip(*((float(a), float(b)) for a, b in SECONDS.findall(log)), strict=True)
+        parts.append(f"{len(kinds)} syncs verified, {kinds.count('low-rank')} of them low-rank")
+        parts.append("BYTES DIFFER" if wrong else "0 bytes differ")
+        parts.append(f"medians {statistics.median(low):.3f} s low-rank, {statistics.median(full):.3f} s full")
+    print(", ".join(parts), flush=True)
+    return code == 0 and len(scores) >= num_steps and not wrong
+
+
+def report_two(run, other):
+    pairs = list(zip(rewards(run), rewards(other), strict=True))
+    equal = sum(a == b for a, b in pairs)
+    first = next((f", first difference at step {i}" for i, (a, b) in enumerate(pairs, 1) if a != b), "")
+    print(f"{run.name} and {other.name}: rewards equal in {equal} of {len(pairs)} steps{first}", flush=True)
+    return equal == len(pairs)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--steps", type=int, required=True)
+    arguments = parser.parse_args()
+    runs = arguments.runs
+    sys.exit(not (report_one(runs[0], arguments.steps) if len(runs) == 1 else report_two(*runs)))
