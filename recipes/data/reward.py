@@ -9,9 +9,9 @@ work, and an answer such as ``9^{9^{9^9}}`` must cost seconds at most. A process
 """
 
 import atexit
-import functools
 import multiprocessing
 import re
+import threading
 from concurrent.futures import TimeoutError
 from typing import Any
 
@@ -40,14 +40,20 @@ def stated_answer(response: str, template: str) -> str | None:
     return found[-1].strip().strip("$").strip() if found else None
 
 
-@functools.cache
+_lock = threading.Lock()
+_current: ProcessPool | None = None
+
+
 def _pool() -> ProcessPool:
-    # Not forked: the caller runs threads, and a fork copies their locks as they happen to stand.
-    pool = ProcessPool(
-        max_workers=NUM_PROCESSES, initializer=prepare_process, context=multiprocessing.get_context("spawn")
-    )
-    atexit.register(pool.stop)
-    return pool
+    """The processes; a new set if all of the last one died at once, which pebble gives up on."""
+    global _current
+    with _lock:
+        if _current is None or not _current.active:
+            # Not forked: the caller runs threads, and a fork copies their locks as they happen to stand.
+            context = multiprocessing.get_context("spawn")
+            _current = ProcessPool(max_workers=NUM_PROCESSES, initializer=prepare_process, context=context)
+            atexit.register(_current.stop)
+        return _current
 
 
 def compute_score(
@@ -65,7 +71,7 @@ def compute_score(
         if not correct:
             try:
                 correct = _pool().schedule(equal, args=[answer, ground_truth], timeout=SECONDS).result()
-            except (TimeoutError, ProcessExpired, MemoryError):
+            except (TimeoutError, ProcessExpired, MemoryError, RuntimeError):  # the last: recursion, or the pool broke
                 undecided = True
     return {
         "score": float(correct),
