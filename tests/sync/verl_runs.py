@@ -30,11 +30,14 @@ def report_one(run, num_steps):
     parts = [f"{run.name}: exit {code}, {len(scores)} steps"]
     if scores:
         parts.append(f"mean reward {statistics.mean(scores[-10:]):.4f} at the end")
+    times = [(float(low_rank), float(full)) for low_rank, full in SECONDS.findall(log)]
     if kinds:
-        low, full = zip(*((float(a), float(b)) for a, b in SECONDS.findall(log)), strict=True)
         parts.append(f"{len(kinds)} syncs verified, {kinds.count('low-rank')} of them low-rank")
         parts.append("BYTES DIFFER" if wrong else "0 bytes differ")
-        parts.append(f"medians {statistics.median(low):.3f} s low-rank, {statistics.median(full):.3f} s full")
+    if times:
+        low_rank, full = (statistics.median(seconds) for seconds in zip(*times, strict=True))
+        parts.append(f"median seconds {low_rank:.3f} low-rank, {full:.3f} full")
+        parts.append(f"median of their ratios {statistics.median(a / b for a, b in times):.2f}")
     print(", ".join(parts), flush=True)
     return code == 0 and len(scores) >= num_steps and not wrong
 

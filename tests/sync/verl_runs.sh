@@ -44,7 +44,8 @@ for what in "$@"; do
   if [ "$what" = smollm2 ]; then
     RANKS=1 recipe smollm2 "sync-smollm2-$DTYPE" 21 "$low_rank" "$verify" data.train_batch_size=2 \
       actor_rollout_ref.rollout.n=2 actor_rollout_ref.actor.ppo_mini_batch_size=2 data.max_response_length=4 \
-      actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 || failed=1
+      actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
+      actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 || failed=1
     continue
   fi
   for ranks in $RANKS; do
