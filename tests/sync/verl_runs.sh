@@ -23,6 +23,7 @@ run() { # name, ranks, updates per sync, overrides ...
   shift 3
   RANKS=$ranks recipe quickstart "$name" "$STEPS" \
     actor_rollout_ref.actor.ppo_mini_batch_size=$((BATCH / updates)) \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 "$@" # divides 8 answers to 16 / 4 questions on 2 ranks
 }
 
@@ -67,6 +68,7 @@ for what in "$@"; do
     done
   done
 done
+[[ " $* " == *" low_rank "* || " $* " == *" full "* ]] || exit $failed
 for ranks in $RANKS; do
   for updates in $UPDATES; do
     pair=(outputs/sync-{low_rank,full}-"${ranks}x$updates-$DTYPE")
