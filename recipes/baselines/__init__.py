@@ -7,8 +7,8 @@
 | ``APOLLOAdamW`` | apollo-torch | one rank; refused on more, the package mixes plain tensors with sharded ones |
 | ``Flora`` | flora-opt | one rank, as APOLLO |
 
-Dense AdamW and LoRA need nothing from here: they are verl's own. Each name is imported when it is asked for, so that one
-package suffices for one method.
+Dense AdamW and LoRA need nothing from here: they are verl's own. Each name is imported when it is asked for, so one
+package suffices for one method. All of them: ``pip install '.[baselines]'``.
 """
 
 from typing import Any
