@@ -1,4 +1,4 @@
-"""verl's single-turn agent loop with a sampling seed per answer, so that equal runs draw equal answers.
+"""verl's agent loops with a sampling seed per answer, so that equal runs draw equal answers.
 
 vLLM otherwise draws from one random stream in the order in which requests happen to be scheduled. verl's own
 ``rollout.full_determinism`` gives every request the same seed, hence all answers of a GRPO group the same text.
@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
 
 def sampling_seed(*, run_seed: int, question: int, answer: int) -> int:
@@ -17,15 +18,25 @@ def sampling_seed(*, run_seed: int, question: int, answer: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-class SeededAgentLoop(SingleTurnAgentLoop):
-    """Needs ``extra_info.index`` (the question) and verl's ``priority`` (the place of the answer in its batch)."""
+class _Seeded:
+    """Mixin. Needs ``extra_info.index``, the question, and numbers the answers as verl does: by ``priority``, the place
+    in the batch, under the older trainer; by ``session_id``, the place among the question's answers, under the current.
+    """
+
+    rollout_config: Any
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        if "priority" not in kwargs:
-            raise ValueError("this trainer gives answers no number to seed them by: set trainer.use_v1=False")
         seed = sampling_seed(
             run_seed=self.rollout_config.seed,
             question=int(kwargs["extra_info"]["index"]),
-            answer=int(kwargs["priority"]),
+            answer=int(kwargs["priority"] if "priority" in kwargs else kwargs["session_id"]),
         )
-        return await super().run({**sampling_params, "seed": seed}, **kwargs)
+        return await super().run({**sampling_params, "seed": seed}, **kwargs)  # type: ignore[misc]
+
+
+class SeededAgentLoop(_Seeded, SingleTurnAgentLoop):
+    """One question, one answer."""
+
+
+class SeededToolAgentLoop(_Seeded, ToolAgentLoop):
+    """The model may call tools before it answers."""

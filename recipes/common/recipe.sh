@@ -4,23 +4,64 @@
 
 die() { echo "error: $*" >&2; exit 1; }
 
-# Echoes the settings of the optimizer as an array in OPTIMIZER_OVERRIDES.
+# Sets OPTIMIZER_OVERRIDES from OPTIM and what belongs to it.
 optimizer_overrides() {
-  local optim=actor_rollout_ref.actor.optim kl=
-  OPTIMIZER_OVERRIDES=("$optim.lr=$LR")
-  case $OPTIM in
-    adamw)
-      [ -z "$KL_BUDGET" ] || die "KL_BUDGET=$KL_BUDGET needs OPTIM=logra: AdamW has no step controller"
-      ;;
+  [ -z "$KL_BUDGET" ] || [ "$OPTIM" = logra ] || die "KL_BUDGET=$KL_BUDGET needs OPTIM=logra: only LoGRA has a step controller"
+  OPTIMIZER_OVERRIDES=()
+  add_optimizer actor_rollout_ref.actor.optim "$OPTIM" "$LR"
+  [ "$OPTIM" != lora ] || OPTIMIZER_OVERRIDES+=(
+    # LoRA is a setting of the model; the factor of two for alpha is the usual one. Merged into the weights for rollouts:
+    # vLLM's adapters want the layers that it packs on a CPU.
+    actor_rollout_ref.model.lora_rank="$RANK" actor_rollout_ref.model.lora_alpha=$((2 * RANK))
+    actor_rollout_ref.model.target_modules="$LORA_TARGETS" actor_rollout_ref.model.lora.merge=True
+  )
+}
+
+OPTIMIZERS="logra adamw adam8bit lora galore flora apollo"
+# LoGRA's default targets.
+LORA_TARGETS='[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]'
+
+# Appends to OPTIMIZER_OVERRIDES what verl needs to train with an optimizer: the prefix of its keys, OPTIM, learning rate.
+add_optimizer() {
+  local keys=$1 optim=$2 class= settings=
+  OPTIMIZER_OVERRIDES+=("$keys.lr=$3")
+  case $optim in
+    adamw | lora) return ;; # verl's default; LoRA's few weights are trained by it too
+    adam8bit) class=AdamW8bit ;;
+    galore) class=GaLoreAdamW settings="rank: $RANK" ;;
+    flora) class=Flora settings="rank: $RANK" ;;
+    apollo) class=APOLLOAdamW settings="rank: $RANK" ;;
     logra)
-      [ -z "$KL_BUDGET" ] || kl=", kl: {budget: $KL_BUDGET, budget_final: null, probe_sequences: $PROBE_SEQUENCES, realized_every: 1}"
-      OPTIMIZER_OVERRIDES+=(
-        $optim.optimizer_impl=verl_logra $optim.optimizer=LoGRA
-        "$optim.override_optimizer_config={rank: $RANK, update_ratio: $UPDATE_RATIO$kl}"
-      )
+      settings="rank: $RANK, update_ratio: $UPDATE_RATIO"
+      # A critic has no policy whose KL could be controlled.
+      [ -z "$KL_BUDGET" ] || [[ $keys = critic.* ]] ||
+        settings+=", kl: {budget: $KL_BUDGET, budget_final: null, probe_sequences: $PROBE_SEQUENCES, realized_every: 1}"
+      OPTIMIZER_OVERRIDES+=("$keys.optimizer_impl=verl_logra" "$keys.optimizer=LoGRA")
       ;;
-    *) die "OPTIM=$OPTIM is neither logra nor adamw" ;;
+    *) die "$keys: $optim is none of $OPTIMIZERS" ;;
   esac
+  [ -z "$class" ] || OPTIMIZER_OVERRIDES+=("$keys.optimizer_impl=recipes.baselines" "$keys.optimizer=$class")
+  [ -z "$settings" ] || OPTIMIZER_OVERRIDES+=("$keys.override_optimizer_config={$settings}")
+}
+
+# Makes model and questions once per version of the files that make them, and sets MODEL_DIR, TRAIN_FILE, HELD_OUT_FILE:
+# the package under recipes/ with prepare.py and questions.py, then packages whose files it uses.
+prepare_once() {
+  local name=$1 files=() package key data
+  for package in "$@"; do files+=("$ROOT/recipes/$package"/{prepare,questions}.py); done
+  key=$(cat "${files[@]}" | sha256sum | cut -c1-12)
+  data=$ROOT/outputs/.$name-data-$key
+  (
+    command -v flock >/dev/null && flock 9 # two runs at once: the second waits for the first
+    if [ -d "$data" ]; then
+      echo "  made by an earlier run: $data"
+    else
+      rm -rf "$data.partial"
+      HF_HUB_OFFLINE=1 "$PYTHON" -W ignore -m "recipes.$name.prepare" "$data.partial"
+      mv "$data.partial" "$data"
+    fi
+  ) 9>"$ROOT/outputs/.$name.lock"
+  MODEL_DIR=$data/model TRAIN_FILE=$data/train.parquet HELD_OUT_FILE=$data/held_out.parquet
 }
 
 # Sets OVERRIDES: the complete list for verl's main_ppo, the user's own last so that they win.
@@ -34,6 +75,8 @@ all_overrides() {
     actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.entropy_coeff=0
     data.train_files="$TRAIN_FILE" data.val_files="$HELD_OUT_FILE" data.filter_overlong_prompts=False
     actor_rollout_ref.model.path="$MODEL_DIR"
+    # Measures gradients and optimizer state, whatever the optimizer.
+    actor_rollout_ref.model.external_lib=recipes.common.optimizer_memory
     # One seed for the order of the questions and for every answer that is drawn.
     data.seed="$SEED" actor_rollout_ref.rollout.seed="$SEED" actor_rollout_ref.actor.data_loader_seed="$SEED"
     actor_rollout_ref.rollout.agent.agent_loop_config_path="$ROOT/recipes/common/agent_loop.yaml"
@@ -82,14 +125,14 @@ recipe() {
   use_environment
   OUT_DIR=$ROOT/outputs/$OUT
   mkdir -p "$OUT_DIR"
-  rm -f "$OUT_DIR"/{metrics.jsonl,train.log,run.json,summary.json,curves.png}
+  rm -rf "$OUT_DIR"/optimizer_memory "$OUT_DIR"/{metrics.jsonl,train.log,run.json,summary.json,curves.png}
   echo "[1/3] model and questions"
   prepare
   echo "[2/3] $STEPS steps of GRPO with $OPTIM, $RANKS trainer rank(s): outputs/$OUT"
   # A short path: Ray's socket names must stay below 108 characters. Its own for every run, so that none meets another.
   RAY_DIR=$(mktemp -d /tmp/ray-XXXXXX)
   trap 'rm -rf "$RAY_DIR"' EXIT
-  export VERL_LOGRA_SOCKET_DIR=$RAY_DIR
+  export VERL_LOGRA_SOCKET_DIR=$RAY_DIR VERL_LOGRA_RUN_FOLDER=$OUT_DIR
   all_overrides +ray_kwargs.ray_init._temp_dir="$RAY_DIR" "$@"
   "$PYTHON" -m recipes.common.launch --out "$OUT_DIR" \
     --steps "$STEPS" --stall-limit "$STALL_LIMIT" --time-limit "$TIME_LIMIT" -- \

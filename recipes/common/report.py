@@ -9,6 +9,7 @@ Reads ``metrics.jsonl``, ``run.json`` and hydra's ``config.yaml`` of each run; w
 import argparse
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -16,8 +17,6 @@ from typing import Any
 from safetensors import safe_open
 
 from recipes.common.metrics import held_out_accuracy, read_metrics
-
-ADAMW_STATE_BYTES_PER_PARAMETER = 8  # two fp32 moments
 
 
 def num_parameters(model_dir: Path) -> int:
@@ -29,21 +28,31 @@ def num_parameters(model_dir: Path) -> int:
     return total
 
 
+def optimizer_memory(run: Path) -> list[dict[str, int]]:
+    """What each optimizer of a run held, its ranks added up, in the order of first steps: the actor's is the last."""
+    found: dict[int, dict[str, int]] = {}
+    for path in sorted((run / "optimizer_memory").glob("*.json")):
+        total = found.setdefault(int(path.name.partition("-")[0]), Counter())
+        total.update({name: value for name, value in json.loads(path.read_text()).items() if name != "optimizer"})
+    return [dict(found[order]) for order in sorted(found)]
+
+
 def summarize(
-    records: list[dict[str, Any]], run: dict[str, Any], *, config: dict[str, Any], parameters: int
+    records: list[dict[str, Any]],
+    run: dict[str, Any],
+    *,
+    config: dict[str, Any],
+    parameters: int,
+    memory: dict[str, int] | None,
 ) -> dict[str, Any]:
     """What a run did, as plain numbers; memory and state in bytes, times in seconds."""
     steps = [r["data"] for r in records if "critic/score/mean" in r["data"]]
     accuracies = [a for a in (held_out_accuracy(r["data"]) for r in records) if a is not None]
     actor = config["actor_rollout_ref"]["actor"]
     ranks = config["trainer"]["n_gpus_per_node"]
-    if actor["optim"]["optimizer"] == "LoGRA":
-        # The metric is the mean over ranks of what each holds.
-        state_bytes = round(steps[-1]["actor/logra_state_bytes"] * ranks)
-    else:
-        state_bytes = ADAMW_STATE_BYTES_PER_PARAMETER * parameters
+    lora_rank = config["actor_rollout_ref"]["model"].get("lora_rank", 0)
     return {
-        "optimizer": actor["optim"]["optimizer"],
+        "optimizer": f"LoRA rank {lora_rank}" if lora_rank else actor["optim"]["optimizer"],
         "optimizer_settings": actor["optim"]["override_optimizer_config"],
         "learning_rate": actor["optim"]["lr"],
         "seed": config["data"]["seed"],
@@ -58,12 +67,17 @@ def summarize(
         "peak_memory_bytes": run["peak_memory_bytes"],
         "trainer_peak_memory_bytes": round(max(s["actor/perf/max_memory_allocated_gb"] for s in steps) * 2**30),
         "parameters": parameters,
-        "optimizer_state_bytes": state_bytes,
+        # None for a run of a single update: they are measured in the second.
+        "optimizer_state_bytes": memory and memory["state_bytes"],
+        "gradient_bytes": memory and memory["gradient_bytes"],
+        "added_parameter_bytes": memory and memory["added_parameter_bytes"],
     }
 
 
-def size(num_bytes: float) -> str:
-    """Bytes in the largest unit that leaves a number above one."""
+def size(num_bytes: float | None) -> str:
+    """Bytes in the largest unit that leaves a number above one; a dash for what was not measured."""
+    if num_bytes is None:
+        return "-"
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -90,7 +104,10 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
         ("wall time", lambda s: f"{s['wall_seconds']:.0f} s"),
         ("peak memory, all processes", lambda s: size(s["peak_memory_bytes"])),
         ("peak memory, trainer", lambda s: size(s["trainer_peak_memory_bytes"])),
-        ("optimizer state", lambda s: f"{size(s['optimizer_state_bytes'])} for {s['parameters']:,} parameters"),
+        ("parameters", lambda s: f"{s['parameters']:,}"),
+        ("optimizer state", lambda s: size(s["optimizer_state_bytes"])),
+        ("gradients", lambda s: size(s["gradient_bytes"])),
+        ("parameters it adds", lambda s: size(s["added_parameter_bytes"])),
     ):
         rows.append((label, [show(s) for s in summaries.values()]))
     widths = [max(len(row[1][column]) for row in rows) for column in range(len(summaries))]
@@ -155,6 +172,7 @@ def report(folders: list[Path]) -> None:
             json.loads((folder / "run.json").read_text()),
             config=config,
             parameters=num_parameters(Path(config["actor_rollout_ref"]["model"]["path"])),
+            memory=next(reversed(optimizer_memory(folder)), None),
         )
         (folder / "summary.json").write_text(json.dumps(summaries[folder.name], indent=2) + "\n")
     draw(records, folders[0] / "curves.png")

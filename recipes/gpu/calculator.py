@@ -37,6 +37,15 @@ def _whole(value: Fraction) -> int:
     return int(value)
 
 
+def _number(value: int | float, written: str) -> Fraction:
+    """As it is written, so that 0.1 is a tenth; but 1e-999999999 would take for ever."""
+    if isinstance(value, float) and not 1e-300 < abs(value) < 1e300:
+        if value:
+            raise ValueError("a number is too large or too small")
+        return Fraction(0)
+    return Fraction(written)
+
+
 def _root(value: Fraction) -> Fraction | float:
     exact = Fraction(math.isqrt(abs(value.numerator)), math.isqrt(value.denominator))
     return exact if exact**2 == value else math.sqrt(value)
@@ -65,8 +74,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def _evaluate(node: ast.expr, source: str) -> Fraction:
     match node:
-        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
-            value: Any = Fraction(ast.get_source_segment(source, node) or "0")  # 0.1 is a tenth
+        case ast.Constant(value=(int() | float()) as number) if not isinstance(number, bool):
+            value: Any = _number(number, ast.get_source_segment(source, node) or "0")
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             value = OPERATORS[type(op)](_evaluate(left, source), _evaluate(right, source))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:

@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -128,9 +129,9 @@ def learning_rate_share(settings: Settings, step: int) -> float:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, tokenizer: Qwen2Tokenizer, triples: list[tuple[str, int, int]], settings: Settings
+    model: Qwen3ForCausalLM, draw_batch: Callable[[random.Random], dict[str, torch.Tensor]], settings: Settings
 ) -> None:
-    """Supervised training on fresh questions about ``triples``; prints a line every 200 steps."""
+    """Supervised training on fresh batches; prints a line every 200 steps."""
     rng = random.Random(settings.seed)
     linear = {id(m.weight) for m in model.model.modules() if isinstance(m, torch.nn.Linear)}
     optimizers = [
@@ -140,9 +141,7 @@ def warm_up(
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, partial(learning_rate_share, settings)) for o in optimizers]
     start = time.time()
     for step in range(1, settings.warmup_steps + 1):
-        questions = [ask(rng.choice(triples), rng) for _ in range(settings.warmup_batch_size)]
-        labelled = [(question, warm_up_answer(question, settings, rng)) for question in questions]
-        loss = model(**collate(labelled, tokenizer)).loss
+        loss = model(**draw_batch(rng)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -175,7 +174,12 @@ def prepare(out: Path, settings: Settings) -> None:
     tokenizer = build_tokenizer()
     model = build_model(settings, tokenizer)
     train_triples, held_out_triples = split_triples(settings.num_held_out, settings.seed)
-    warm_up(model, tokenizer, train_triples, settings)
+
+    def draw_batch(rng: random.Random) -> dict[str, torch.Tensor]:
+        questions = [ask(rng.choice(train_triples), rng) for _ in range(settings.warmup_batch_size)]
+        return collate([(question, warm_up_answer(question, settings, rng)) for question in questions], tokenizer)
+
+    warm_up(model, draw_batch, settings)
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
 

@@ -38,20 +38,7 @@ RECIPE=smollm2
 : "${LR:=1e-5}" "${OUT:=$RECIPE-$OPTIM}" "${STALL_LIMIT:=900}" "${TIME_LIMIT:=7200}"
 source "$ROOT/recipes/common/recipe.sh"
 
-# Once per version of the files that make it.
-prepare() {
-  local key data
-  key=$(cat "$ROOT"/recipes/smollm2/{prepare,questions}.py | sha256sum | cut -c1-12)
-  data=$ROOT/outputs/.smollm2-data-$key
-  if [ ! -f "$data/held_out.parquet" ]; then
-    rm -rf "$data.partial"
-    "$PYTHON" -W ignore -m recipes.smollm2.prepare "$data.partial"
-    mv "$data.partial" "$data"
-  else
-    echo "  made by an earlier run: $data"
-  fi
-  MODEL_DIR=$data/model TRAIN_FILE=$data/train.parquet HELD_OUT_FILE=$data/held_out.parquet
-}
+prepare() { prepare_once smollm2; }
 
 recipe_overrides() {
   RECIPE_OVERRIDES=(

@@ -26,7 +26,6 @@ def training(step: int, reward: float, seconds: float, **more: float) -> dict:
             "timing_s/step": seconds,
             "actor/grad_norm": 1.0,
             "actor/perf/max_memory_allocated_gb": 0.5 + step / 8,
-            "actor/logra_state_bytes": 1000.0,
         },
         **more,
     )
@@ -41,46 +40,60 @@ RECORDS = [
 RUN = {"wall_seconds": 70.0, "peak_memory_bytes": 3 * 2**30, "exit_code": 0}
 
 
-def config(optimizer: str, ranks: int) -> dict:
+MEMORY = {"state_bytes": 2000, "gradient_bytes": 1536, "added_parameter_bytes": 0}
+
+
+def config(optimizer: str, ranks: int, lora_rank: int = 0) -> dict:
     optim = {"optimizer": optimizer, "override_optimizer_config": None, "lr": 1e-3}
     return {
-        "actor_rollout_ref": {"actor": {"optim": optim}},
+        "actor_rollout_ref": {"actor": {"optim": optim}, "model": {"lora_rank": lora_rank}},
         "trainer": {"n_gpus_per_node": ranks},
         "data": {"seed": 7},
     }
 
 
 def test_summary_takes_first_and_last_validation_and_the_median_step() -> None:
-    summary = report.summarize(RECORDS, RUN, config=config("LoGRA", 2), parameters=500)
+    summary = report.summarize(RECORDS, RUN, config=config("LoGRA", 2), parameters=500, memory=MEMORY)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.4, 0.8)
     assert summary["seconds_per_step"] == 2.0, "the first step is slow and must not count"
     assert (summary["steps"], summary["seed"]) == (3, 7)
     assert summary["reward_first_steps"] == summary["reward_last_steps"] == 0.5
     assert summary["trainer_peak_memory_bytes"] == (0.5 + 3 / 8) * 2**30
-    assert summary["optimizer_state_bytes"] == 2000, "what each of two ranks holds, added up"
+    assert (summary["optimizer_state_bytes"], summary["gradient_bytes"]) == (2000, 1536)
 
 
 def test_a_run_that_validated_nothing_is_reported_all_the_same(tmp_path: Path) -> None:
     records = [training(1, 0.25, 9.0), training(2, 0.5, 2.0)]
-    summary = report.summarize(records, RUN, config=config("LoGRA", 1), parameters=500)
+    summary = report.summarize(records, RUN, config=config("LoGRA", 1), parameters=500, memory=None)
     lines = [line.split() for line in report.table({"run": summary}).splitlines() if "accuracy" in line]
     assert [line[-1] for line in lines] == ["-", "-"]
     report.draw({"run": records}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 
-def test_adamw_state_is_two_fp32_moments() -> None:
-    assert report.summarize(RECORDS, RUN, config=config("AdamW", 1), parameters=500)["optimizer_state_bytes"] == 4000
+def test_lora_is_named_though_verl_calls_its_optimizer_adamw() -> None:
+    summary = report.summarize(RECORDS, RUN, config=config("AdamW", 1, lora_rank=8), parameters=500, memory=MEMORY)
+    assert summary["optimizer"] == "LoRA rank 8"
+
+
+def test_optimizer_memory_adds_up_ranks_and_keeps_critic_and_actor_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "optimizer_memory"
+    folder.mkdir()
+    for order, pid, size in ((0, 7, 10), (0, 8, 20), (1, 7, 300), (1, 8, 400)):
+        (folder / f"{order}-{pid}.json").write_text(json.dumps({"optimizer": "AdamW", "state_bytes": size}))
+    assert report.optimizer_memory(tmp_path) == [{"state_bytes": 30}, {"state_bytes": 700}]
+    assert report.optimizer_memory(tmp_path / "a run of one update") == []
 
 
 def test_table_says_what_the_summary_does() -> None:
-    summary = report.summarize(RECORDS, RUN, config=config("LoGRA", 1), parameters=1500)
+    summary = report.summarize(RECORDS, RUN, config=config("LoGRA", 1), parameters=1500, memory=MEMORY)
     text = report.table({"one": summary, "two": summary})
     line = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
     assert line["held-out accuracy before"] == ["40.0%", "40.0%"]
     assert line["held-out accuracy after"] == ["80.0%", "80.0%"]
     assert line["peak memory, all processes"] == ["3.00", "GiB"] * 2
-    assert line["optimizer state"][:5] == ["1000", "B", "for", "1,500", "parameters"]
+    assert line["optimizer state"] == ["2.0", "KiB"] * 2
+    assert line["gradients"] == ["1.5", "KiB"] * 2
 
 
 @pytest.mark.parametrize(
