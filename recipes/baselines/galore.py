@@ -13,8 +13,6 @@ from recipes.baselines.with_adamw import WithAdamW
 class GaLoreAdamW(WithAdamW, galore_torch.GaLoreAdamW):
     """``update_proj_gap`` steps between two SVDs; ``scale`` multiplies the low-rank update (the authors' defaults)."""
 
-    shards = True
-
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],

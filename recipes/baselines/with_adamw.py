@@ -21,9 +21,6 @@ class WithAdamW(torch.optim.Optimizer):
     """Mixin, left of the package's optimizer. Both share ``param_groups`` and ``state`` with the whole, so that
     schedulers, checkpoints and offloading see one optimizer."""
 
-    shards = False
-    """Whether the package computes the same on sharded tensors (DTensor) as on whole ones."""
-
     def _init_split(
         self,
         parameters: Iterable[nn.Parameter],
@@ -44,11 +41,10 @@ class WithAdamW(torch.optim.Optimizer):
 
     def _check_sharding(self, low_rank: list[nn.Parameter]) -> None:
         ranks = max((p.device_mesh.size() for p in low_rank if isinstance(p, DTensor)), default=1)
-        if ranks > 1 and not self.shards:
+        if ranks > 1:
             raise NotImplementedError(
-                f"{type(self).__name__} cannot train parameters sharded over {ranks} ranks: its package multiplies "
-                f"gradients with plain random matrices, and per shard it would be another optimizer. Use one rank, or "
-                f"GaLoreAdamW, AdamW8bit or LoGRA"
+                f"{type(self).__name__} cannot train parameters sharded over {ranks} ranks: its package "
+                f"projects whole gradients, and per shard it would be another optimizer. Use one rank, AdamW8bit or LoGRA"
             )
 
     @torch.no_grad()
@@ -75,7 +71,7 @@ class WithAdamW(torch.optim.Optimizer):
         """On one rank a DTensor holds everything: show the package what it holds."""
         group = self.param_groups[0]
         params: list[nn.Parameter] = group["params"]
-        if self.shards or not any(isinstance(p, DTensor) for p in params):
+        if not any(isinstance(p, DTensor) for p in params):
             yield
             return
         state, plain = self.state, []
