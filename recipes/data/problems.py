@@ -134,8 +134,9 @@ def write(problems: list[Problem], path: Path, *, split: str, template: str) -> 
 
 def questions_of(path: str) -> Iterator[str]:
     """The bare questions of a file that ``write`` made."""
-    schema = pyarrow.parquet.read_schema(path)
-    if "extra_info" not in schema.names or schema.field("extra_info").type.get_field_index("question") < 0:
-        raise ValueError(f"{path} has no extra_info.question: give a test set that these converters wrote")
-    for record in pyarrow.parquet.read_table(path, columns=["extra_info"]).to_pylist():
-        yield record["extra_info"]["question"]
+    try:
+        rows = pyarrow.parquet.read_table(path, columns=["extra_info"]).to_pylist()
+        questions = [row["extra_info"]["question"] for row in rows]
+    except (pyarrow.ArrowInvalid, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no test set that these converters wrote: {error!r}") from error
+    yield from questions

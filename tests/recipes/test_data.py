@@ -264,6 +264,13 @@ def test_a_source_that_cannot_be_read_says_which_and_why(tmp_path: Path) -> None
             list(records(str(tmp_path / name)))
 
 
+def test_a_set_to_leave_out_must_be_one_of_ours(tmp_path: Path) -> None:
+    source = parquet(tmp_path / "dapo.parquet", [dapo("Find $2+3$.", "5", "a")])
+    for other in (source, jsonl(tmp_path / "a.jsonl", GSM8K), parquet(tmp_path / "b.parquet", GSM8K)):
+        with pytest.raises(ValueError, match=f"{other} is no test set that these converters wrote"):
+            convert(dapo_math.DATASET, tmp_path, train=[source], against=[other])
+
+
 def test_an_unreachable_hub_names_the_data_set_and_the_way_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
 
