@@ -3,7 +3,7 @@
 | ``optimizer`` | package | under FSDP2 |
 |---|---|---|
 | ``AdamW8bit`` | torchao | any number of ranks |
-| ``GaLoreAdamW`` | galore-torch | one rank; refused on more, where it strays from training on one (4% after some steps) |
+| ``GaLoreAdamW`` | galore-torch | one rank; refused on more, where it strays 4% from training on one |
 | ``APOLLOAdamW`` | apollo-torch | one rank; refused on more, the package mixes plain tensors with sharded ones |
 | ``Flora`` | flora-opt | one rank, as APOLLO |
 

@@ -44,7 +44,8 @@ class WithAdamW(torch.optim.Optimizer):
         if ranks > 1:
             raise NotImplementedError(
                 f"{type(self).__name__} cannot train parameters sharded over {ranks} ranks: its package "
-                f"projects whole gradients, and per shard it would be another optimizer. Use one rank, AdamW8bit or LoGRA"
+                f"projects whole gradients, and per shard it would be another optimizer. Use one rank, AdamW8bit or "
+                f"LoGRA"
             )
 
     @torch.no_grad()
