@@ -38,6 +38,8 @@ def compose(recipe: str, *arguments: str, **variables: str) -> Any:
 
 SETTINGS = [{"OPTIM": "adamw"}, {"OPTIM": "logra", "KL_BUDGET": "1e-3", "RANKS": "2"}]
 OTHER_METHODS = ("adam8bit", "lora", "galore", "flora", "apollo")
+PACKAGES = {"adam8bit": "torchao", "galore": "galore_torch", "flora": "flora_opt", "apollo": "apollo_torch"}
+"""Of the extra "baselines"."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -73,6 +75,8 @@ def assert_logra(optim: Any, *, budget: float | None) -> None:
 def test_every_method_gets_a_class_that_exists_and_its_rank(method: str) -> None:
     from recipes.quickstart.prepare import Settings
 
+    if method in PACKAGES:
+        pytest.importorskip(PACKAGES[method])
     config = compose("quickstart", OPTIM=method, RANK="8")
     optim, model = config.actor_rollout_ref.actor.optim, config.actor_rollout_ref.model
     assert hasattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
