@@ -31,12 +31,12 @@ _open: list[int] = []
 def num_bytes(held: Iterable[Any]) -> int:
     """Local bytes of all tensors in ``held``, each once; looks into containers and plain objects."""
     seen: dict[int, int] = {}
-    pending, visited = list(held), set()
+    pending, visited = list(held), {}
     while pending:
         item = pending.pop()
         if id(item) in visited:
             continue
-        visited.add(id(item))
+        visited[id(item)] = item  # kept alive: the local view of a DTensor would give its identity to the next one
         if isinstance(item, DTensor):
             pending.append(item.to_local())
         elif isinstance(item, Tensor) and type(item) not in (Tensor, torch.nn.Parameter):

@@ -5,7 +5,7 @@
 : "${PROBE_SEQUENCES:=16}" "${RANKS:=1}" "${LR_FACTOR:=1}" "${OUT:=$RECIPE-$OPTIM}"
 : "${STALL_LIMIT:=600}" "${TIME_LIMIT:=3600}"
 
-# The best of a factor-of-three grid around each method's usual value, seed 1 (recipes/study/README.md).
+# Learning rates at which each method learns this task; recipes/study says how they compare to three times as much.
 default_lr() {
   case $1 in
     adamw | adam8bit | apollo) echo 3e-4 ;;

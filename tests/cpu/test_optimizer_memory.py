@@ -105,3 +105,23 @@ def test_quantised_state_counts_its_codes_and_scales() -> None:
     numel = weight.numel()
     held = num_bytes(optimizer.state.values())
     assert 2 * numel < held < 2 * 1.2 * numel, "two moments of a byte each, and a scale per block"
+
+
+def test_every_shard_of_a_sharded_model_counts() -> None:
+    """Local views made on the way must not be taken for one another."""
+    from torch.distributed.fsdp import fully_shard
+
+    def held() -> dict[str, int]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(50)))
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(3, 8)).sum().backward()
+        optimizer.step()
+        gradients = [p.grad for p in model.parameters()]
+        return {"gradients": num_bytes(gradients), "moments": num_bytes(optimizer.state.values())}
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert held() == {"gradients": 50 * 64 * 4, "moments": 50 * (2 * 64 * 4 + 4)}
+    finally:
+        torch.distributed.destroy_process_group()
