@@ -48,9 +48,9 @@ ABLATIONS = (
     _logra("rank-64", "rank", "rank 64", RANK="64"),
     _logra("gaussian", "projection", "Gaussian projection", f"{OPTIM}.projection=gaussian"),
     _logra("scale-lr", "scale", "scale=lr, learning rate 1e-3", f"{OPTIM}.scale=lr"),
-    _logra("kl-4e-3", "KL budget", "KL budget 4e-3", KL_BUDGET="4e-3"),
-    _logra("kl-16e-3", "KL budget", "KL budget 4 times that", KL_BUDGET="16e-3"),
-    _logra("kl-1e-3", "KL budget", "KL budget a quarter of that", KL_BUDGET="1e-3"),
+    _logra("kl-4e-3", "kl-budget", "KL budget 4e-3", KL_BUDGET="4e-3"),
+    _logra("kl-16e-3", "kl-budget", "KL budget 4 times that", KL_BUDGET="16e-3"),
+    _logra("kl-1e-3", "kl-budget", "KL budget a quarter of that", KL_BUDGET="1e-3"),
     _logra("bf16-factors", "factors", "bf16 factors", f"{OPTIM}.factor_dtype=bfloat16"),
     _logra("fp32-factors", "factors", "fp32 factors", f"{OPTIM}.factor_dtype=float32"),
     # With one update per sync `update` and `sync` are the same, so here are four, each of half the size.
@@ -68,7 +68,26 @@ ABLATIONS = (
     ),
 )
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (*METHODS, *ABLATIONS)}
+REFERENCE = METHODS[1]
+"""LoGRA as the quickstart runs it: what every ablation changes one thing of."""
+
+# Are the learning rates of recipes/quickstart/task.sh good ones? Each method with a third and three times of its own.
+LEARNING_RATES = tuple(
+    Experiment(
+        name=f"{method.name}-lr-x{factor}",
+        group="learning-rates",
+        label=f"{method.label}, learning rate x {factor}",
+        variables={**method.variables, "LR_FACTOR": factor},
+    )
+    for method in METHODS
+    for factor in ("0.33", "3")
+)
+
+EXPERIMENTS = {experiment.name: experiment for experiment in (*METHODS, *ABLATIONS, *LEARNING_RATES)}
+GROUPS = {
+    group: tuple(e.name for e in EXPERIMENTS.values() if e.group == group)
+    for group in dict.fromkeys(e.group for e in EXPERIMENTS.values())
+}
 SUBSET = ("adamw", "logra")
 """What ``--subset`` runs, with one seed and 10 updates: minutes, to see that everything works."""
-assert len(EXPERIMENTS) == len(METHODS) + len(ABLATIONS), "two experiments have one name"
+assert len(EXPERIMENTS) == len((*METHODS, *ABLATIONS, *LEARNING_RATES)), "two experiments have one name"

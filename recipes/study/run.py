@@ -1,6 +1,6 @@
 """Runs the study: every experiment with every seed, each a complete verl run of the quickstart.
 
-    python -m recipes.study.run [--jobs 2] [--seeds 1 2 3] [--only adamw logra ...] [--subset]
+    python -m recipes.study.run [--jobs 2] [--seeds 1 2 3] [--only adamw rank ...] [--subset]
 
 A finished run leaves ``results/<experiment>-seed<seed>.json`` and is not repeated; an interrupted or failed one leaves
 nothing and is run again by the next call. Seeds are the outer loop, so that every stage is a comparison.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.metrics import held_out_accuracy, read_metrics
-from recipes.study.experiments import EXPERIMENTS, SUBSET, Experiment
+from recipes.study.experiments import EXPERIMENTS, GROUPS, SUBSET, Experiment
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -127,7 +127,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each takes 6 GB of memory")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS), metavar="EXPERIMENT")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*GROUPS, *EXPERIMENTS],
+        default=[group for group in GROUPS if group != "learning-rates"],
+        metavar="NAME",
+        help=f"experiments, or groups of them: {', '.join(GROUPS)} (default: all groups but the last)",
+    )
     parser.add_argument("--subset", action="store_true", help="two methods, one seed, 10 updates, into outputs/study")
     parser.add_argument("--prefix", default="", help="a command to put before every run, such as 'nice -n 10'")
     arguments = parser.parse_args()
@@ -136,8 +143,7 @@ if __name__ == "__main__":
         arguments.only, arguments.seeds, out = list(SUBSET), [1], ROOT / "outputs/study"
     else:
         out = RESULTS
-    failed = study(
-        arguments.only, arguments.seeds, results=out, jobs=arguments.jobs, prefix=shlex.split(arguments.prefix)
-    )
+    names = [name for given in arguments.only for name in GROUPS.get(given, (given,))]
+    failed = study(names, arguments.seeds, results=out, jobs=arguments.jobs, prefix=shlex.split(arguments.prefix))
     if failed:
         sys.exit(f"error: {len(failed)} runs failed: {', '.join(failed)}. Call this again to repeat them")
