@@ -40,6 +40,9 @@ add_optimizer() {
       ;;
     *) die "$keys: $optim is none of $OPTIMIZERS" ;;
   esac
+  case $optim in
+    galore | flora | apollo) [ "$RANKS" = 1 ] || die "RANKS=$RANKS: $optim trains on one rank only, see recipes/baselines" ;;
+  esac
   [ -z "$class" ] || OPTIMIZER_OVERRIDES+=("$keys.optimizer_impl=recipes.baselines" "$keys.optimizer=$class")
   [ -z "$settings" ] || OPTIMIZER_OVERRIDES+=("$keys.override_optimizer_config={$settings}")
 }
@@ -121,19 +124,24 @@ recipe() {
   [[ $RANKS =~ ^[1-9][0-9]*$ ]] || die "RANKS=$RANKS must be a positive number"
   [[ $OUT =~ ^[A-Za-z0-9._-]+$ ]] || die "OUT=$OUT must be a plain name: results go to outputs/\$OUT"
 
-  local start=$SECONDS code=0
+  local start=$SECONDS code=0 class
   use_environment
   OUT_DIR=$ROOT/outputs/$OUT
   mkdir -p "$OUT_DIR"
   rm -rf "$OUT_DIR"/optimizer_memory "$OUT_DIR"/{metrics.jsonl,train.log,run.json,summary.json,curves.png}
   echo "[1/3] model and questions"
   prepare
-  echo "[2/3] $STEPS steps of GRPO with $OPTIM, $RANKS trainer rank(s): outputs/$OUT"
+  echo "[2/3] $STEPS updates with $OPTIM, $RANKS trainer rank(s): outputs/$OUT"
   # A short path: Ray's socket names must stay below 108 characters. Its own for every run, so that none meets another.
   RAY_DIR=$(mktemp -d /tmp/ray-XXXXXX)
   trap 'rm -rf "$RAY_DIR"' EXIT
   export VERL_LOGRA_SOCKET_DIR=$RAY_DIR VERL_LOGRA_RUN_FOLDER=$OUT_DIR
   all_overrides +ray_kwargs.ray_init._temp_dir="$RAY_DIR" "$@"
+  # A missing package would otherwise show in a worker, a minute later.
+  for class in $(printf '%s\n' "${OVERRIDES[@]}" | grep -A1 'optimizer_impl=recipes.baselines$' | sed -n 's/.*optimizer=//p'); do
+    "$PYTHON" -W ignore -c "from recipes.baselines import $class" 2>/dev/null ||
+      die "$class needs a package: $PYTHON -m pip install '$ROOT[baselines]'"
+  done
   "$PYTHON" -m recipes.common.launch --out "$OUT_DIR" \
     --steps "$STEPS" --stall-limit "$STALL_LIMIT" --time-limit "$TIME_LIMIT" -- \
     "$PYTHON" -m verl.trainer.main_ppo "${OVERRIDES[@]}" || code=$?

@@ -147,6 +147,7 @@ def test_users_own_override_wins(recipe: str) -> None:
     [
         ({"OPTIM": "adam"}, "adam is none of logra adamw"),
         ({"OPTIM": "adamw", "KL_BUDGET": "1e-3"}, "needs OPTIM=logra"),
+        ({"OPTIM": "galore", "RANKS": "2"}, "galore trains on one rank only"),
     ],
 )
 def test_wrong_variables_are_refused_by_name(recipe: str, variables: dict[str, str], message: str) -> None:
