@@ -2,8 +2,8 @@
 
 | ``optimizer`` | package | under FSDP2 |
 |---|---|---|
-| ``AdamW8bit`` | torchao | any number of ranks |
-| ``GaLoreAdamW`` | galore-torch | one rank; refused on more, where it strays 4% from training on one |
+| ``AdamW8bit`` | torchao | tried on one rank, bit-equal to plain tensors |
+| ``GaLoreAdamW`` | galore-torch | one rank; on more its SVDs amplify rounding, and it is refused |
 | ``APOLLOAdamW`` | apollo-torch | one rank; refused on more, the package mixes plain tensors with sharded ones |
 | ``Flora`` | flora-opt | one rank, as APOLLO |
 
