@@ -119,8 +119,11 @@ def study(
         print(f"{name}: held-out accuracy {result['accuracy'][-1][1]:.1%}", flush=True)
         return None
 
-    with ThreadPoolExecutor(jobs) as pool:
+    pool = ThreadPoolExecutor(jobs)
+    try:
         return [name for name in pool.map(lambda run: one(*run), runs(names, seeds)) if name]
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C ends the runs in progress and must not start the next
 
 
 if __name__ == "__main__":

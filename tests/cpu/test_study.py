@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,6 +58,19 @@ def test_a_result_that_was_being_written_when_the_study_died_does_not_count(tmp_
     run.study(["adamw"], [1], results=tmp_path, runner=runner)
     assert runner.started == ["study-adamw-seed1"]
     assert report.load(tmp_path)["adamw"][0]["accuracy"][-1] == [15, 0.6]
+
+
+def test_an_interrupt_starts_no_further_run(tmp_path: Path) -> None:
+    started = []
+
+    def interrupted(experiment: Experiment, seed: int, name: str, prefix: Sequence[str]) -> Path:
+        started.append(name)
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.study(list(EXPERIMENTS), [1, 2, 3], results=tmp_path, runner=interrupted)
+    assert len(started) < 5 and not list(tmp_path.glob("*.json"))
 
 
 def test_a_run_whose_files_are_missing_is_a_failed_run(tmp_path: Path) -> None:
