@@ -14,7 +14,7 @@ checkpoints and offloading see one optimizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -180,33 +180,52 @@ class LoGRA(torch.optim.Optimizer):
         if self._proposal is not None:
             raise RuntimeError("a proposal is already open: call commit(alpha) or discard() first")
         config, group = self.config, self.param_groups[0]
+        rank, sharded_as = config.rank, group["params"][0]
         targets = self._rows()
         sketches = [local(s) for s in self._sketches()]
-        device = sketches[0].device
+        updates = [local(update) for _, _, update in targets]
+        num_rows = [len(sketch) for sketch in sketches]
 
-        moments, rms = [], []
-        for (_, _, update), sketch in zip(targets, sketches, strict=True):
-            v = local(self.state[update]["second_moment"])
-            v = row_adam.updated_second_moment(v, sketch, config.beta2)
-            moments.append(v)
-            rms.append(row_adam.row_rms(v, config.beta2, self.num_updates + 1))
-        eps: Tensor | list[float] = [config.eps] * len(targets)
-        if config.scale == "ratio" and config.optimizer == "row_adam":
-            rms_sums = sum_over_shards_(torch.stack([r.sum(dtype=torch.float64) for r in rms]), group["params"][0])
-            num_rows = torch.tensor([float(update.shape[0]) for _, _, update in targets], device=device)
-            eps = row_adam.relative_eps(rms_sums, num_rows, config.eps)
+        # One number per row: all targets' rows stand one after the other, so that a kernel serves every target.
+        squares = torch.cat([row_adam.row_norms(s) for s in sketches]).square_()
+        moments = torch.cat([local(self.state[update]["second_moment"]) for _, _, update in targets])
+        moments = row_adam.updated_second_moment(moments, squares / rank, config.beta2)
+        divisor = torch.ones_like(squares)
+        if config.optimizer == "row_adam":
+            divisor = row_adam.row_rms(moments, config.beta2, self.num_updates + 1)
+            if config.scale == "ratio":
+                rms_and_count = torch.stack((divisor, torch.ones_like(divisor)), dim=1).double()
+                sums = sum_over_shards_(row_adam.layer_sums(rms_and_count, num_rows), sharded_as)
+                eps = row_adam.relative_eps(sums[:, 0] / sums[:, 1], config.eps)
+                divisor.add_(row_adam.spread_over_rows(eps, num_rows))
+            else:
+                divisor.add_(config.eps)
 
-        norms = torch.empty(len(targets), 4, dtype=torch.float64, device=device)
-        for i, ((target, weight, update), sketch) in enumerate(zip(targets, sketches, strict=True)):
-            rows = local(update)
-            rows.copy_(sketch)
-            if config.optimizer == "row_adam":
-                row_adam.direction_(rows, rms[i], eps[i])
-            norms[i, 0] = row_adam.squared_norm(sketch)
-            norms[i, 1] = row_adam.squared_norm(rows)
-            norms[i, 2] = row_adam.projected_squared_norm(rows, target.projection().to(device))
-            norms[i, 3] = row_adam.squared_norm(local(weight))
-        sum_over_shards_(norms, group["params"][0])
+        # A row of the direction is a multiple of the sketch's row, and so are the int8 codes of both.
+        scale = 1.0 / divisor
+        steps: Sequence[Tensor] = []
+        if config.factor_dtype == "int8":
+            all_steps = factor.row_steps(torch.cat([row_adam.row_norms(s, torch.inf) for s in sketches]))
+            scale, steps = all_steps / divisor, all_steps.split(num_rows)
+        projected = []
+        for i, ((target, _, _), sketch, rows) in enumerate(zip(targets, sketches, updates, strict=True)):
+            rows.copy_(factor.row_codes(sketch, steps[i]) if steps else sketch)
+            if steps and config.projection == "rademacher":
+                signs = target.unscaled_projection(factor.sign_dtype(rows.device), rows.device)
+                projected.append(row_adam.projected_code_squared_norms(rows, signs))
+            else:
+                unscaled = target.unscaled_projection(torch.float32, rows.device)
+                projected.append(row_adam.projected_row_squared_norms(rows, unscaled))
+        norms = torch.stack(
+            (
+                squares.double(),
+                squares.double() / divisor.double().square_(),
+                torch.cat(projected) * scale.double().square_() / rank,
+                torch.cat([row_adam.row_norms(local(weight)) for _, weight, _ in targets]).square_().double(),
+            ),
+            dim=1,
+        )
+        norms = sum_over_shards_(row_adam.layer_sums(norms, num_rows), sharded_as)
         sketch_sq, direction_sq, update_sq, weight_sq = norms.unbind(1)
 
         if config.scale == "ratio":
@@ -218,21 +237,19 @@ class LoGRA(torch.optim.Optimizer):
             layer_factor = torch.full_like(sketch_sq, group["lr"])
         update_norm = (layer_factor.square() * update_sq).sum().sqrt_()
 
-        row_scales: list[Tensor | None] = []
-        for (_, _, update), f in zip(targets, layer_factor.float(), strict=True):
-            rows = local(update).mul_(f)
-            row_scales.append(None)
-            if config.factor_dtype == "int8":
-                row_scales[-1] = factor.round_rows_(rows)
-            elif config.factor_dtype == "bfloat16":
+        scale.mul_(row_adam.spread_over_rows(layer_factor.float(), num_rows))
+        scales = scale.split(num_rows)
+        for rows, row_scale in zip(updates, scales, strict=True):
+            rows.mul_(row_scale.unsqueeze(1))
+            if config.factor_dtype == "bfloat16":
                 rows.copy_(rows.bfloat16())
         self._proposal = Proposal(
             sketch_norm=sketch_sq.sum().sqrt_().float(),
             update_norm=update_norm.float(),
             weight_norm=weight_sq.sum().sqrt_().float(),
             decay=group["lr"] * group["weight_decay"],
-            second_moments=moments,
-            row_scales=row_scales,
+            second_moments=list(moments.split(num_rows)),
+            row_scales=list(scales) if config.factor_dtype == "int8" else None,
         )
         return self._proposal
 
@@ -253,14 +270,15 @@ class LoGRA(torch.optim.Optimizer):
         proposal = self._take_proposal()
         decay = 1.0 - alpha * proposal.decay
         factors: list[tuple[Tensor, Tensor] | None] = []
-        for (target, weight, update), v, scale in zip(
-            self._rows(), proposal.second_moments, proposal.row_scales, strict=True
-        ):
+        rows = self._rows()
+        for i, (target, weight, update) in enumerate(rows):
+            scale = None if proposal.row_scales is None else proposal.row_scales[i]
             applied = self._apply(target, local(weight), update, alpha, scale, decay)
             if self.listeners:
                 factors.append(applied)
-            local(self.state[update]["second_moment"]).copy_(v)
-            local(update).zero_()
+        moments = [local(self.state[update]["second_moment"]) for _, _, update in rows]
+        torch._foreach_copy_(moments, proposal.second_moments)
+        self._zero_updates()
         if self._adamw is not None:
             lrs = [g["lr"] for g in self._adamw.param_groups]
             for g, lr in zip(self._adamw.param_groups, lrs, strict=True):
@@ -287,27 +305,36 @@ class LoGRA(torch.optim.Optimizer):
         """Applies the update to one target; returns codes and coefficients if that was exact."""
         rows = local(update)
         low = self.state[update].get("low_half")
-        full = weight if low is None else join_weight(weight, local(low))
         applied = None
         if scale is not None and self.config.projection == "rademacher":
             signs = target.unscaled_projection(factor.sign_dtype(rows.device), rows.device)
             applied = factor.int8_codes(rows, scale), factor.row_coefficient(scale, alpha, self.config.rank)
-            factor.apply_codes_(full, *applied, signs, decay)
-            nudge_ties_(full)
         else:
-            factor.apply_factor_(full, rows, alpha, target.projection().to(rows.device), decay)
-        if low is not None:
-            high, low_rows = split_weight(full)
-            weight.copy_(high)
-            local(low).copy_(low_rows)
+            projection = target.projection().to(rows.device)
+        # Blocks of rows: temporaries stay small, and in a CPU's cache from the product to the low halves.
+        size = factor.block_rows(weight.shape[1], weight.device)
+        for start in range(0, len(weight), size):
+            block = slice(start, start + size)
+            full = weight[block] if low is None else join_weight(weight[block], local(low)[block])
+            if applied is not None:
+                factor.apply_codes_(full, applied[0][block], applied[1][block], signs, decay)
+                nudge_ties_(full)
+            else:
+                factor.apply_factor_(full, rows[block], alpha, projection, decay)
+            if low is not None:
+                high, low_rows = split_weight(full)
+                weight[block].copy_(high)
+                local(low)[block].copy_(low_rows)
         return applied
 
     @torch.no_grad()
     def discard(self) -> None:
         """Forgets the proposed update: weights, moments, projections and counts stay as they were."""
         self._take_proposal()
-        for update in self.param_groups[0]["params"]:
-            local(update).zero_()
+        self._zero_updates()
+
+    def _zero_updates(self) -> None:
+        torch._foreach_zero_([local(update) for update in self.param_groups[0]["params"]])
 
     def _take_proposal(self) -> Proposal:
         if self._proposal is None:

@@ -21,8 +21,8 @@ class Proposal:
     """Relative weight decay ``lr * weight_decay`` of the unscaled update."""
     second_moments: list[Tensor]
     """The next ``v`` of each target, local rows."""
-    row_scales: list[Tensor | None]
-    """Scale of each row of an int8 factor, local rows; None for other factor dtypes."""
+    row_scales: list[Tensor] | None
+    """Scale of each row of an int8 factor, local rows; None with another factor dtype."""
 
     @property
     def update_ratio(self) -> Tensor:

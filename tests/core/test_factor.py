@@ -3,10 +3,17 @@ import math
 import pytest
 import torch
 
-from verl_logra.core.factor import apply_codes_, apply_factor_, int8_codes, round_rows_, row_coefficient
+from verl_logra.core.factor import apply_codes_, apply_factor_, int8_codes, row_codes, row_coefficient, row_steps
 from verl_logra.core.projection import sign_words, unpack_signs
 
 OUT, RANK, IN = 23, 256, 150
+
+
+def round_rows_(update):
+    """A proposal's rounding: ``update`` becomes ``codes * scale``."""
+    scale = row_steps(update.abs().amax(1))
+    update.copy_(row_codes(update, scale) * scale[:, None])
+    return scale
 
 
 def problem(seed=0):
@@ -21,7 +28,8 @@ def test_rounding_moves_an_entry_by_at_most_half_a_step():
     _, update, _ = problem()
     rounded = update.clone()
     scale = round_rows_(rounded)
-    assert torch.equal(scale, update.abs().amax(1) / 127)
+    zero = (update == 0).all(1)
+    assert torch.equal(scale[~zero], update[~zero].abs().amax(1) / 127) and (rounded[zero] == 0).all()
     assert ((rounded - update).abs() <= 0.5001 * scale[:, None]).all()
 
 
@@ -33,6 +41,13 @@ def test_codes_are_recovered_from_the_rounded_factor(dtype):
     stored = (codes.float() * scale[:, None]).to(dtype)
     assert torch.equal(int8_codes(stored, scale), codes)
     assert codes.abs().amax() == 127 and codes[4].abs().amax() == 0
+
+
+def test_entries_below_the_smallest_step_round_to_codes_in_range():
+    """127 subnormal steps do not make 200 of them, yet codes may not exceed int8; a row of zeros has a step too."""
+    tiny = torch.tensor([[1.4e-45, 2.8e-43], [1.4e-45, -7e-44], [0.0, 0.0]])
+    codes = row_codes(tiny, row_steps(tiny.abs().amax(1)))
+    assert (codes.abs() <= 127).all() and (codes[2] == 0).all()
 
 
 def test_update_equals_the_float64_formula():

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float, Float32, Int8
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 22  # of the dense product at a time: 16 MiB in fp32
+_CPU_BLOCK_ELEMENTS = 1 << 18  # of the dense product at a time: 1 MiB in fp32, which a core's cache holds
+_BLOCK_ELEMENTS = 1 << 24  # elsewhere: 64 MiB, few kernels
 
 
 class AppliedUpdate(NamedTuple):
@@ -30,12 +31,20 @@ class AppliedUpdate(NamedTuple):
     """Codes and row coefficients of the local rows of every target, in order; None if the product is not exact."""
 
 
-def round_rows_(update: Float[Tensor, "out rank"]) -> Float32[Tensor, " out"]:
-    """Rounds each row to int8 multiples of its scale, in place; returns the scales (0 for a zero row)."""
-    scale = update.abs().amax(dim=1).float().div_(127)
-    codes = int8_codes(update, scale)
-    update.copy_(codes.float() * scale.unsqueeze(1))
-    return scale
+def block_rows(columns: int, device: torch.device) -> int:
+    """Rows of a weight with ``columns`` columns to update at a time; the result does not depend on it."""
+    elements = _CPU_BLOCK_ELEMENTS if device.type == "cpu" else _BLOCK_ELEMENTS
+    return max(1, elements // max(1, columns))
+
+
+def row_steps(largest: Float32[Tensor, " out"]) -> Float32[Tensor, " out"]:
+    """Step of each row's int8 codes: 1/127 of the row's ``largest`` absolute entry, and positive."""
+    return (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def row_codes(rows: Float[Tensor, "out rank"], steps: Float32[Tensor, " out"]) -> Float32[Tensor, "out rank"]:
+    """Each row in its steps, rounded to integers up to 127."""
+    return rows.div(steps.unsqueeze(1)).round_()
 
 
 def int8_codes(update: Float[Tensor, "out rank"], scale: Float32[Tensor, " out"]) -> Int8[Tensor, "out rank"]:
@@ -58,11 +67,12 @@ def sign_dtype(device: torch.device) -> torch.dtype:
 
 
 def integer_product(
-    codes: Int8[Tensor, "out rank"], signs: Int8[Tensor, "rank in"] | Float32[Tensor, "rank in"]
+    codes: Int8[Tensor, "out rank"] | Float32[Tensor, "out rank"],
+    signs: Int8[Tensor, "rank in"] | Float32[Tensor, "rank in"],
 ) -> Float32[Tensor, "out in"]:
-    """``codes @ signs``; the same integers whatever the dtype of ``signs``."""
+    """``codes @ signs``; the same integers whatever the dtypes."""
     if signs.dtype == torch.int8:
-        return torch._int_mm(codes, signs).float()
+        return torch._int_mm(codes.to(torch.int8), signs).float()
     return codes.float() @ signs
 
 
@@ -77,7 +87,7 @@ def apply_codes_(
 
     The dense product exists for a block of rows at a time.
     """
-    rows = max(1, _BLOCK_ELEMENTS // max(1, signs.shape[1]))
+    rows = block_rows(weight.shape[1], weight.device)
     for w, q, c in zip(weight.split(rows), codes.split(rows), coefficient.split(rows), strict=True):
         delta = integer_product(q, signs).mul_(c.unsqueeze(1))
         if decay != 1.0:
@@ -93,7 +103,7 @@ def apply_factor_(
     decay: float = 1.0,
 ) -> None:
     """``W = decay * W - alpha U A``, in place, for factors and projections whose product is not exact."""
-    rows = max(1, _BLOCK_ELEMENTS // max(1, projection.shape[1]))
+    rows = block_rows(weight.shape[1], weight.device)
     for w, u in zip(weight.split(rows), update.split(rows), strict=True):
         delta = (u.float() @ projection).mul_(alpha)
         if decay != 1.0:

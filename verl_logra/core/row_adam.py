@@ -9,50 +9,68 @@ on the local rows, and the caller adds up what is summed over rows.
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32, Float64, Int8
 from torch import Tensor
+
+from verl_logra.core.factor import integer_product
+
+
+def row_norms(rows: Float[Tensor, "out columns"], order: float = 2) -> Float32[Tensor, " out"]:
+    """Norm of each row, Euclidean or of another order; no bit of it depends on which other rows are there."""
+    return torch.linalg.vector_norm(rows, ord=order, dim=1, dtype=torch.float32)
 
 
 def updated_second_moment(
-    second_moment: Float[Tensor, " out"], sketch: Float[Tensor, "out rank"], beta2: float
-) -> Float[Tensor, " out"]:
+    second_moment: Float32[Tensor, " out"], mean_square: Float32[Tensor, " out"], beta2: float
+) -> Float32[Tensor, " out"]:
     """The next ``v``; the old one is left alone, so that a refused step can forget it."""
-    mean_square = torch.linalg.vector_norm(sketch, dim=1, dtype=torch.float32).square_().div_(sketch.shape[1])
-    return mean_square.mul_(1 - beta2).add_(second_moment, alpha=beta2)
+    return torch.add(mean_square * (1 - beta2), second_moment, alpha=beta2)
 
 
-def row_rms(second_moment: Float[Tensor, " out"], beta2: float, num_updates: int) -> Float[Tensor, " out"]:
+def row_rms(second_moment: Float32[Tensor, " out"], beta2: float, num_updates: int) -> Float32[Tensor, " out"]:
     """Bias-corrected root mean square of each row's sketch after ``num_updates`` >= 1 updates."""
     return (second_moment / (1 - beta2**num_updates)).sqrt_()
 
 
-def direction_(
-    sketch: Float[Tensor, "out rank"], rms: Float[Tensor, " out"], eps: float | Float[Tensor, ""]
-) -> Float[Tensor, "out rank"]:
-    """Divides the sketch's rows by ``rms + eps``, in place."""
-    return sketch.div_((rms + eps).unsqueeze(1))
-
-
-def squared_norm(rows: Float[Tensor, "out columns"]) -> Float[Tensor, ""]:
-    """``||rows||_F^2`` in float64, summed row by row, so that sharding by rows changes only the last float64 bits."""
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double().square_().sum()
-
-
-def projected_squared_norm(
-    update: Float[Tensor, "out rank"], projection: Float[Tensor, "rank in"]
-) -> Float[Tensor, ""]:
-    """``||U A||_F^2 = tr(U (A A^T) U^T)`` in float64, without the dense product.
+def projected_row_squared_norms(
+    rows: Float[Tensor, "out rank"], signs: Float32[Tensor, "rank in"]
+) -> Float64[Tensor, " out"]:
+    """``||u_i signs||^2 = u_i (signs signs^T) u_i^T`` of each row, without the dense product.
 
     Float64 because the Gram form cancels: rounding in float32 would depend on how the rows are sharded.
     """
-    gram = (projection @ projection.T).double()
-    update = update.double()
-    return ((update @ gram) * update).sum()
+    gram = (signs @ signs.T).double()
+    rows = rows.double()
+    return (rows @ gram).mul_(rows).sum(dim=1)
 
 
-def relative_eps(rms_sums: Float[Tensor, " layers"], num_rows: Float[Tensor, " layers"], eps: float) -> Tensor:
+def projected_code_squared_norms(
+    codes: Float[Tensor, "out rank"], signs: Int8[Tensor, "rank in"] | Float32[Tensor, "rank in"]
+) -> Float64[Tensor, " out"]:
+    """As ``projected_row_squared_norms`` for int8 codes and +-1 signs, with half of the work.
+
+    Codes and Gram entries are integers, and no partial sum exceeds 127 times a Gram column's absolute sum, about
+    ``127 (in + 0.8 rank sqrt(in))``. Below ``2^24`` (rank 256 with 29568 features is at half of it) float32 is exact in
+    any order, so under any sharding. The diagonal stays out of the product because TF32 would round it.
+    """
+    gram = integer_product(signs, signs.T).fill_diagonal_(0.0)
+    codes = codes.float()
+    return (codes @ gram).add_(codes, alpha=signs.shape[1]).mul_(codes).sum(dim=1, dtype=torch.float64)
+
+
+def layer_sums(rows: Float64[Tensor, "all_rows columns"], num_rows: list[int]) -> Float64[Tensor, "layers columns"]:
+    """Sums over each layer's rows, which stand one layer after the other; a layer may have no row here."""
+    return torch.stack([layer.sum(dim=0) for layer in rows.split(num_rows)])
+
+
+def spread_over_rows(layers: Float[Tensor, " layers"], num_rows: list[int]) -> Float[Tensor, " all_rows"]:
+    """Each layer's value at all of its rows."""
+    return torch.cat([value.expand(n) for value, n in zip(layers.unbind(), num_rows, strict=True)])
+
+
+def relative_eps(mean_rms: Float64[Tensor, " layers"], eps: float) -> Float32[Tensor, " layers"]:
     """``eps`` times each layer's mean row RMS; positive for a layer without gradient, so that 0 / eps is 0."""
-    return (eps * rms_sums / num_rows).float().clamp_(min=torch.finfo(torch.float32).tiny)
+    return (eps * mean_rms).float().clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def ratio_factors(
