@@ -13,7 +13,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from verl_logra.integrations.log_lines import show_log_lines
+
 logger = logging.getLogger(__name__)
+show_log_lines("recipes.baselines")  # verl's workers would print no warning of ours
 
 
 def split_by_shape(parameters: Iterable[nn.Parameter], rank: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

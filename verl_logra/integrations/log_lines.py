@@ -21,9 +21,9 @@ class _WhereRootIsSilent(logging.Handler):
             self._stream.handle(record)
 
 
-def show_log_lines() -> None:
+def show_log_lines(package: str = "verl_logra") -> None:
     """Level from ``VERL_LOGGING_LEVEL``, as in verl; a second call changes nothing."""
-    package = logging.getLogger("verl_logra")
-    if not any(isinstance(handler, _WhereRootIsSilent) for handler in package.handlers):
-        package.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "WARNING").upper())
-        package.addHandler(_WhereRootIsSilent())
+    logger = logging.getLogger(package)
+    if not any(isinstance(handler, _WhereRootIsSilent) for handler in logger.handlers):
+        logger.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "WARNING").upper())
+        logger.addHandler(_WhereRootIsSilent())
