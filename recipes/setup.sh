@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment that the CPU recipes and the tests use: .venv in the clone, nothing outside of it.
 #
-#   bash recipes/setup.sh
+#   bash recipes/setup.sh [EXTRA ...]   # extras of pyproject.toml besides cpu, recipes and dev; they stay for later starts
 #
 # Needs Python 3.10, 3.11 or 3.12 with pip and venv (PYTHON=... names one), an index with the packages, and about 6 GB
 # of disk (8 GB where only the general build of torch, with CUDA libraries, is to be had). Your pip settings (indexes,
@@ -35,6 +35,15 @@ find_python() {
   die "no Python 3.10, 3.11 or 3.12 (${PYTHON:-python3} is: ${seen:-missing}). Install one, or set PYTHON=/path/to/python3.11"
 }
 
+# The extras asked for now (arguments) or at an earlier start.
+wanted_extras() {
+  local extra
+  for extra in "$@"; do
+    grep -q "^$extra = \[" "$ROOT/pyproject.toml" || die "pyproject.toml has no extra $extra"
+  done
+  printf '%s\n' "$@" $(tail -n +2 "$STAMP" 2>/dev/null) | sort -u | sed '/^$/d'
+}
+
 make_venv() {
   local python free_gb
   python=$(find_python)
@@ -45,7 +54,7 @@ make_venv() {
     die "$python cannot make a virtual environment; Debian and Ubuntu have it in the package python3-venv"
 }
 
-install_packages() {
+install_packages() { # extras
   local python=$VENV/bin/python
   say "2/3 uv, the installer (by pip)"
   "$python" -m pip install --quiet --disable-pip-version-check uv || die "pip could not install uv: see above"
@@ -53,7 +62,8 @@ install_packages() {
   say "3/3 verl, vLLM for CPU, torch and the rest, about 230 packages (minutes, most of them the download)"
   export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300}
   (cd "$ROOT" && "$VENV/bin/uv" pip install --python "$python" --overrides recipes/common/cpu-overrides.txt \
-    --editable '.[cpu,recipes,dev]' ./recipes/common/vllm-alias) || die "the packages could not be installed: see above"
+    --editable ".[$(echo cpu recipes dev $1 | tr ' ' ,)]" ./recipes/common/vllm-alias) ||
+    die "the packages could not be installed: see above"
 }
 
 main() {
@@ -63,15 +73,16 @@ main() {
     exec 9>"$ROOT/.venv.lock"
     flock 9
   fi
-  local wanted
-  wanted=$(fingerprint)
+  local wanted extras
+  extras=$(wanted_extras "$@")
+  wanted=$(fingerprint; echo "$extras")
   if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
     say "environment is up to date"
     return
   fi
   local start=$SECONDS
   [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
-  install_packages
+  install_packages "$extras"
   echo "$wanted" >"$STAMP"
   say "done in $((SECONDS - start)) s: $VENV/bin/python"
 }

@@ -8,7 +8,7 @@
 | ``Flora`` | flora-opt | one rank, as APOLLO |
 
 Dense AdamW and LoRA need nothing from here: they are verl's own. Each name is imported when it is asked for, so one
-package suffices for one method. All of them: ``pip install '.[baselines]'``.
+package suffices for one method. All of them: ``bash recipes/setup.sh baselines``.
 """
 
 from typing import Any

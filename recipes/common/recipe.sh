@@ -71,6 +71,7 @@ prepare_once() {
 all_overrides() {
   source "$ROOT/recipes/common/cpu.sh"
   optimizer_overrides
+  resume_overrides
   recipe_overrides
   OVERRIDES=(
     "${CPU_OVERRIDES[@]}"
@@ -87,13 +88,22 @@ all_overrides() {
     # vLLM's seeded sampling fails on a CPU when a prompt is split, so the longest batch of prompts must fit at once.
     actor_rollout_ref.rollout.enable_chunked_prefill=False
     trainer.total_training_steps="$STEPS" trainer.total_epochs=1000
-    trainer.val_before_train=True trainer.save_freq=-1 trainer.resume_mode=disable
+    trainer.val_before_train=True "${RESUME_OVERRIDES[@]}"
     trainer.logger='["console","file"]' trainer.project_name="$RECIPE" trainer.experiment_name="$OUT"
     trainer.default_local_dir="$OUT_DIR/checkpoints" hydra.run.dir="$OUT_DIR/hydra"
     "${RECIPE_OVERRIDES[@]}"
     "${OPTIMIZER_OVERRIDES[@]}"
     "$@"
   )
+}
+
+# Sets RESUME_OVERRIDES from SAVE_EVERY and RESUME.
+resume_overrides() {
+  RESUME_OVERRIDES=(trainer.save_freq="${SAVE_EVERY:--1}" trainer.resume_mode=disable)
+  [ -z "${SAVE_EVERY:-}" ] || RESUME_OVERRIDES+=(
+    trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1
+  )
+  [ -z "${RESUME:-}" ] || RESUME_OVERRIDES+=(trainer.resume_mode=auto trainer.val_before_train=False)
 }
 
 # VENV if the user named one, else .venv, made or brought up to date.
@@ -128,7 +138,13 @@ recipe() {
   use_environment
   OUT_DIR=$ROOT/outputs/$OUT
   mkdir -p "$OUT_DIR"
-  rm -rf "$OUT_DIR"/optimizer_memory "$OUT_DIR"/{metrics.jsonl,train.log,run.json,summary.json,curves.png}
+  rm -rf "$OUT_DIR"/{optimizer_memory,train.log,summary.json,curves.png}
+  if [ -n "${RESUME:-}" ]; then
+    [ -f "$OUT_DIR/checkpoints/latest_checkpointed_iteration.txt" ] ||
+      die "RESUME=$RESUME: outputs/$OUT has no checkpoint; start it with SAVE_EVERY and without RESUME"
+  else
+    rm -rf "$OUT_DIR"/{checkpoints,metrics.jsonl,earlier.jsonl,run.json}
+  fi
   echo "[1/3] model and questions"
   prepare
   echo "[2/3] $STEPS updates with $OPTIM, $RANKS trainer rank(s): outputs/$OUT"
@@ -140,9 +156,9 @@ recipe() {
   # A missing package would otherwise show in a worker, a minute later.
   for class in $(printf '%s\n' "${OVERRIDES[@]}" | grep -A1 'optimizer_impl=recipes.baselines$' | sed -n 's/.*optimizer=//p'); do
     "$PYTHON" -W ignore -c "from recipes.baselines import $class" 2>/dev/null ||
-      die "$class needs a package: $PYTHON -m pip install '$ROOT[baselines]'"
+      die "$class needs a package: bash $ROOT/recipes/setup.sh baselines"
   done
-  "$PYTHON" -m recipes.common.launch --out "$OUT_DIR" \
+  "$PYTHON" -m recipes.common.launch --out "$OUT_DIR" ${RESUME:+--resume} \
     --steps "$STEPS" --stall-limit "$STALL_LIMIT" --time-limit "$TIME_LIMIT" -- \
     "$PYTHON" -m verl.trainer.main_ppo "${OVERRIDES[@]}" || code=$?
   [ "$code" = 0 ] || exit "$code"
