@@ -1,6 +1,6 @@
 """Runs verl's training command, shows its progress, and ends it whatever happens.
 
-    python -m recipes.common.launch --out DIR --steps 40 --  python -m verl.trainer.main_ppo ...
+    python -m recipes.common.launch --out DIR --steps 40 [--resume] --  python -m verl.trainer.main_ppo ...
 
 DIR gets ``train.log`` (everything the run prints), ``metrics.jsonl`` (verl's file logger: one JSON object per step) and
 ``run.json`` (wall time in seconds, peak memory in bytes, exit code). A vLLM worker that hits an error can leave verl
@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from recipes.common.metrics import held_out_accuracy
+from recipes.common.metrics import EARLIER, METRICS, held_out_accuracy
 
 RUN_MARK = "VERL_LOGRA_RUN"
 """Environment variable that every process of one run inherits, and no process of another run has."""
@@ -113,10 +113,25 @@ def ticks(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     yield
 
 
-def run(command: list[str], *, out: Path, num_steps: int, stall_limit: float, time_limit: float) -> int:
+def set_earlier_part_aside(out: Path) -> dict[str, Any]:
+    """Keep the records of the part that is resumed; returns its ``run.json``, in which earlier parts are counted."""
+    metrics, earlier = out / METRICS, out / EARLIER
+    if metrics.exists():
+        complete, _ = new_records(metrics, 0)  # a part that was killed may end in half a line
+        with earlier.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in complete)
+        metrics.unlink()
+    path = out / "run.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def run(
+    command: list[str], *, out: Path, num_steps: int, stall_limit: float, time_limit: float, resume: bool = False
+) -> int:
     """Run ``command`` to its end or to a limit; returns its exit code, 124 if it was stopped."""
     mark = uuid.uuid4().hex
-    metrics, log = out / "metrics.jsonl", out / "train.log"
+    metrics, log = out / METRICS, out / "train.log"
+    before = set_earlier_part_aside(out) if resume else {}
     environment = {**os.environ, RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics)}
     start = last_news = last_line = time.monotonic()
     last_sample = 0.0
@@ -146,7 +161,11 @@ def run(command: list[str], *, out: Path, num_steps: int, stall_limit: float, ti
     finally:
         stop(mark)
     code = 124 if stopped_because else process.wait()
-    summary = {"wall_seconds": time.monotonic() - start, "peak_memory_bytes": peak_memory, "exit_code": code}
+    summary = {
+        "wall_seconds": before.get("wall_seconds", 0.0) + time.monotonic() - start,
+        "peak_memory_bytes": max(before.get("peak_memory_bytes", 0), peak_memory),
+        "exit_code": code,
+    }
     (out / "run.json").write_text(json.dumps(summary) + "\n")
     if code:
         reason = stopped_because or f"exit code {code}"
@@ -159,6 +178,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--resume", action="store_true", help="DIR has earlier parts of this run: add to them")
     parser.add_argument("--stall-limit", type=float, default=300)
     parser.add_argument("--time-limit", type=float, default=3600)
     parser.add_argument("command", nargs="+")
@@ -171,5 +191,6 @@ if __name__ == "__main__":
             num_steps=arguments.steps,
             stall_limit=arguments.stall_limit,
             time_limit=arguments.time_limit,
+            resume=arguments.resume,
         )
     )

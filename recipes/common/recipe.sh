@@ -2,6 +2,8 @@
 # file and calls `recipe "$@"`; it provides two functions: `prepare` makes the data and sets MODEL_DIR, TRAIN_FILE,
 # HELD_OUT_FILE; `recipe_overrides` sets the array RECIPE_OVERRIDES.
 
+: "${SAVE_EVERY:=}" "${RESUME:=}" # checkpoint after so many updates; 1: continue the run OUT from its last one
+
 die() { echo "error: $*" >&2; exit 1; }
 
 # Sets OPTIMIZER_OVERRIDES from OPTIM and what belongs to it.
@@ -100,10 +102,10 @@ all_overrides() {
 # Sets RESUME_OVERRIDES from SAVE_EVERY and RESUME.
 resume_overrides() {
   RESUME_OVERRIDES=(trainer.save_freq="${SAVE_EVERY:--1}" trainer.resume_mode=disable)
-  [ -z "${SAVE_EVERY:-}" ] || RESUME_OVERRIDES+=(
+  [ -z "$SAVE_EVERY" ] || RESUME_OVERRIDES+=(
     trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1
   )
-  [ -z "${RESUME:-}" ] || RESUME_OVERRIDES+=(trainer.resume_mode=auto trainer.val_before_train=False)
+  [ -z "$RESUME" ] || RESUME_OVERRIDES+=(trainer.resume_mode=auto trainer.val_before_train=False)
 }
 
 # VENV if the user named one, else .venv, made or brought up to date.
@@ -139,7 +141,7 @@ recipe() {
   OUT_DIR=$ROOT/outputs/$OUT
   mkdir -p "$OUT_DIR"
   rm -rf "$OUT_DIR"/{optimizer_memory,train.log,summary.json,curves.png}
-  if [ -n "${RESUME:-}" ]; then
+  if [ -n "$RESUME" ]; then
     [ -f "$OUT_DIR/checkpoints/latest_checkpointed_iteration.txt" ] ||
       die "RESUME=$RESUME: outputs/$OUT has no checkpoint; start it with SAVE_EVERY and without RESUME"
   else

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.smollm2.questions import questions, without
 
-NUM_TRAIN, NUM_HELD_OUT = 2048, 32
+NUM_TRAIN, NUM_HELD_OUT = 2048, 128
 
 
 def gguf_file() -> Path:

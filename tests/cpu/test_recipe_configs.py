@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ RECIPES = sorted(p.parent.name for p in ROOT.glob("recipes/*/run.sh") if "common
 
 
 def overrides_of(recipe: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    own = ("OPTIM", "SEED", "STEPS", "LR", "RANKS", "OUT", "CRITIC_OPTIM", "KL_BUDGET")
+    own = ("OPTIM", "SEED", "STEPS", "LR", "RANKS", "OUT", "CRITIC_OPTIM", "KL_BUDGET", "SAVE_EVERY", "RESUME")
     environment = {k: v for k, v in os.environ.items() if k not in own}
     return subprocess.run(
         ["bash", str(ROOT / "recipes" / recipe / "run.sh"), "--print-overrides", *arguments],
@@ -139,6 +140,29 @@ def test_longest_batch_of_prompts_fits_at_once(recipe: str) -> None:
 def test_users_own_override_wins(recipe: str) -> None:
     config = compose(recipe, "actor_rollout_ref.rollout.n=3", "trainer.test_freq=7")
     assert (config.actor_rollout_ref.rollout.n, config.trainer.test_freq) == (3, 7)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpoints_are_kept_and_resumed_on_demand_only(recipe: str) -> None:
+    def trainer(**variables: str) -> tuple[int, str, bool]:
+        trainer = compose(recipe, **variables).trainer
+        return trainer.save_freq, trainer.resume_mode, trainer.val_before_train
+
+    assert trainer() == (-1, "disable", True)
+    assert trainer(SAVE_EVERY="5") == (5, "disable", True)
+    assert trainer(SAVE_EVERY="5", RESUME="1") == (5, "auto", False), "the earlier part validated already"
+
+
+def test_a_run_without_a_checkpoint_is_not_resumed() -> None:
+    refused = subprocess.run(
+        ["bash", str(ROOT / "recipes/quickstart/run.sh")],
+        env={**os.environ, "VENV": sys.prefix, "RESUME": "1", "OUT": "test-never-run"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    (ROOT / "outputs/test-never-run").rmdir()
+    assert refused.returncode == 1 and "outputs/test-never-run has no checkpoint" in refused.stderr
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

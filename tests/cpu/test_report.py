@@ -193,3 +193,21 @@ def test_memory_of_a_run_counts_what_its_processes_hold(tmp_path: Path) -> None:
     start(code, tmp_path)
     peak = json.loads((tmp_path / "run.json").read_text())["peak_memory_bytes"]
     assert 200 * 2**20 < peak < 300 * 2**20
+
+
+def test_records_of_a_resumed_run_are_those_of_all_its_parts(tmp_path: Path) -> None:
+    """A part that was killed behind its checkpoint, in the middle of a line, and the part that resumed it."""
+    first = [record(0, accuracy=0.1), record(1, x=1.0), record(2, x=2.0), record(3, x=3.0)]
+    text = "".join(json.dumps(r) + "\n" for r in first) + '{"step": 4, "da'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "run.json").write_text(json.dumps({"wall_seconds": 1e4, "peak_memory_bytes": 2**50, "exit_code": 124}))
+    second = [record(3, x=3.5), record(4, x=4.5)]
+    script = "import os; open(os.environ['VERL_FILE_LOGGER_PATH'], 'w').write(" + repr(
+        "".join(json.dumps(r) + "\n" for r in second)
+    )
+    command = [sys.executable, "-c", script + ")"]
+    limits = {"num_steps": 4, "stall_limit": 60, "time_limit": 60}
+    assert launch.run(command, out=tmp_path, resume=True, **limits) == 0
+    assert metrics.read_metrics(tmp_path) == [*first[:3], *second]
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["wall_seconds"] > 1e4 and run["peak_memory_bytes"] == 2**50 and run["exit_code"] == 0
