@@ -2,11 +2,12 @@
 
     python -m recipes.bench.measure '{"method": "logra", "rank": 64}'     (keys: ``Case``)
 
-**Peak memory** is the largest resident set of the process from before the model is built until the last step, minus the
-resident set before the model is built, so that Python and its libraries do not count. ``recipes.bench.run`` starts the
-processes whose peak is read with a fixed malloc threshold (``PEAK_ENVIRONMENT``), with which freed tensors go back to
-the system at once; by default glibc keeps them, and the resident set says little. That costs page faults, so time is
-taken in processes without it.
+**Peak memory** is the largest resident set during forward, backward, clipping and optimizer of any step, the first one
+included, minus the resident set before the model was built, so that Python and its libraries do not count. Building
+the model, and what this file does between the phases, is not part of it. With several ranks it is the peak of the rank
+that has the highest. ``recipes.bench.run`` starts the processes whose peak is read with a fixed malloc threshold
+(``PEAK_ENVIRONMENT``), with which freed tensors go back to the system at once; by default glibc keeps them, and the
+resident set says little. That costs page faults, so time is taken in processes without it.
 
 **Bytes** of weights, gradients, optimizer state, update parameters and held projections are counted exactly.
 

@@ -114,6 +114,7 @@ def step_report(data: dict[str, Any], picture: Path) -> str:
         )
     header = ["method", "peak, GiB", "to AdamW", "gradients or sketches, MiB", "state, MiB", "added, MiB"]
     text = [markdown([*header, "step, s", "time to AdamW's"], rows), "", "\\* trains a part of the model only."]
+    text += notes(list(cases))
     text += ["", "Seconds of a step:", "", phases_table(list(cases.values()))]
     refreshes = [refresh_line(m) for c, m in cases.items() if c.method in REFRESH and m.repeats]
     text += ["", *refreshes] if refreshes else []
@@ -126,6 +127,25 @@ def step_report(data: dict[str, Any], picture: Path) -> str:
             )
     draw_step(list(cases.values()), picture)
     return "\n".join(text)
+
+
+def notes(cases: list[Case]) -> list[str]:
+    """What a reader of the table has to know about methods that are in it."""
+    methods, lines = {case.method for case in cases}, []
+    if "adam8bit" in methods:
+        lines.append(
+            "Every full-weight method, 8-bit Adam included, leaves the embedding (tied to the head) and the norms to "
+            "AdamW in fp32."
+        )
+    shape = cases[0].shape
+    rows = shape.hidden * shape.kv_heads // shape.heads
+    ranks = sorted({c.rank for c in cases if c.rank and c.rank >= rows})
+    if ranks and methods & {"galore", "flora", "apollo"}:
+        lines.append(
+            f"k_proj and v_proj have {rows} rows: at rank {', '.join(map(str, ranks))} GaLore, Flora and APOLLO would "
+            f"save nothing there and leave them to AdamW; LoGRA sketches them."
+        )
+    return ["", *lines] if lines else []
 
 
 def phases_table(measured: list[Measured]) -> str:
@@ -320,8 +340,13 @@ def report(path: Path) -> str:
     """Writes the table and the picture beside a result file; returns the table."""
     data = json.loads(path.read_text())
     text = REPORTS[path.stem](data, path.with_suffix(".png"))
-    loads = [m["load_average"] for m in data["measurements"]]
-    text += f"\n\n{environment_line(data['environment'])}; load average {spread(loads, 1)} after the measurements.\n"
+    lines = []
+    for i, environment in enumerate(data["environments"]):
+        loads = [m["load_average"] for m in data["measurements"] if m["environment"] == i]
+        if loads:
+            about = f"{len(loads)} of {len(data['measurements'])} measurements: {environment_line(environment)}; load"
+            lines.append(f"- {about} average {spread(loads, 1)} after them.")
+    text += "\n\n" + "\n".join(lines) + "\n"
     path.with_suffix(".md").write_text(text)
     return text
 

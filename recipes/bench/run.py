@@ -8,7 +8,8 @@
 hidden size, tokens and FSDP2 ranks, ``layer`` one nn.Linear. Every peak and every repeat of a time is a fresh process,
 and repeats go round the methods, so that a machine that slows down slows all of them. ``<suite>.json`` has every
 measurement with hardware, versions and commit, ``<suite>.md`` and ``<suite>.png`` are made from it by
-``recipes.bench.report``. What is measured already is not measured again: interrupt and call again as you like.
+``recipes.bench.report``. What is measured already is not measured again: interrupt and call again as you like. Each
+measurement says which of the file's environments it was taken in.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,16 @@ from recipes.bench.case import METHODS, PEAK_ENVIRONMENT, SHAPES, WITHOUT_RANK, 
 from recipes.bench.report import report
 
 ROOT = Path(__file__).parents[2]
+MEASURED = ("verl_logra", "recipes/bench/*.py", "recipes/baselines", "recipes/common/optimizer_memory.py")
+"""What can change a number."""
+MODULES = {
+    "adam8bit": "torchao",
+    "galore": "galore_torch",
+    "flora": "flora_opt",
+    "apollo": "apollo_torch",
+    "lora": "peft",
+}
+"""Method -> module it needs from the extra ``bench``."""
 PACKAGES = ("torch", "transformers", "verl-logra", "galore-torch", "flora-opt", "apollo-torch", "torchao", "peft")
 SUITES = ("step", "sweep", "layer")
 SWEEP_RANK = 64
@@ -80,32 +92,39 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {package: installed(package) for package in PACKAGES},
         "commit": output("git", "rev-parse", "HEAD"),
-        "changed_files": output(
-            "git", "status", "--porcelain", "--untracked-files=no", "--", "verl_logra", "recipes/bench"
-        ),
+        "changed_files": output("git", "status", "--porcelain", "--untracked-files=all", "--", *MEASURED),
     }
+
+
+def missing_modules(methods: list[str]) -> list[str]:
+    """What the methods import and this environment lacks."""
+    return sorted(m for m in {MODULES.get(method, "torch") for method in methods} if find_spec(m) is None)
 
 
 class Results:
     """``<suite>.json``, rewritten after every measurement."""
 
-    def __init__(self, folder: Path, suite: str) -> None:
+    def __init__(self, folder: Path, suite: str, environment: dict[str, Any]) -> None:
         self.path = folder / f"{suite}.json"
+        self.environments: list[dict[str, Any]] = []
         self.measurements: list[dict[str, Any]] = []
         if self.path.exists():
-            self.measurements = json.loads(self.path.read_text())["measurements"]
+            data = json.loads(self.path.read_text())
+            self.environments, self.measurements = data["environments"], data["measurements"]
+        if environment not in self.environments:
+            self.environments.append(environment)
+        self.environment = self.environments.index(environment)
 
     def has(self, kind: str, case: Case, repeat: int) -> bool:
         key = kind, json.loads(json.dumps(asdict(case))), repeat
         return any((m["kind"], m["case"], m["repeat"]) == key for m in self.measurements)
 
     def add(self, kind: str, repeat: int, result: dict[str, Any]) -> None:
-        load = os.getloadavg()[0]
-        self.measurements.append({"kind": kind, "repeat": repeat, "load_average": load, **result})
+        about = {"kind": kind, "repeat": repeat, "environment": self.environment, "load_average": os.getloadavg()[0]}
+        self.measurements.append({**about, **result})
+        data = {"environments": self.environments, "measurements": self.measurements}
         partial = self.path.with_suffix(".partial")
-        partial.write_text(
-            json.dumps({"environment": environment(), "measurements": self.measurements}, indent=1) + "\n"
-        )
+        partial.write_text(json.dumps(data, indent=1) + "\n")
         partial.replace(self.path)
 
 
@@ -136,7 +155,7 @@ def measure_cases(results: Results, cases: list[Case], kinds: list[tuple[str, in
             variables = {**(PEAK_ENVIRONMENT if kind == "peak" else {}), "OMP_NUM_THREADS": str(case.threads)}
             try:
                 arguments = ["recipes.bench.measure", json.dumps(asdict(case))]
-                result = run_process(arguments, prefix if kind == "time" else [], **variables)
+                result = run_process(arguments, prefix, **variables)
             except RuntimeError as error:
                 print(f"{case.name}: failed: {error}", file=sys.stderr, flush=True)
                 succeeded = False
@@ -166,14 +185,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a process")
     parser.add_argument("--kinds", nargs="+", choices=("peak", "time"), default=["peak", "time"])
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench")
-    parser.add_argument("--prefix", default="", help="command in front of timed processes, as 'numactl -N 0'")
+    parser.add_argument("--prefix", default="", help="command in front of every measured process, as 'numactl -N 0'")
     a = parser.parse_args(argv)
+    missing = missing_modules(a.methods) if "step" in a.suites else []
+    if missing:
+        install = shlex.join(["uv", "pip", "install", "--python", sys.executable, "-e", f"{ROOT}[bench]"])
+        parser.error(
+            f"not installed: {', '.join(missing)}. `{install}` (or without VENV=..., run.sh itself) installs them; "
+            f"--methods chooses others"
+        )
     a.out.mkdir(parents=True, exist_ok=True)
+    here = environment()
     prefix, succeeded = shlex.split(a.prefix), True
     kinds = [("peak", 0)] * ("peak" in a.kinds) + [("time", i) for i in range(a.repeats)] * ("time" in a.kinds)
 
     for suite in a.suites:
-        results = Results(a.out, suite)
+        results = Results(a.out, suite, here)
         if suite == "layer":
             if not results.measurements:
                 results.add(
