@@ -21,6 +21,8 @@ LAYERS = {
     "probe": {"core", "sketch", "exact_forward", "torch", "jaxtyping"},
     "controller": {"core", "config", "optimizer", "probe", "torch"},
     "sync": {"sync", "core", "sharding", "torch", "jaxtyping", "numpy"},
+    "planner": {"planner", "matplotlib"},
+    "cli": {"planner"},
     "cpu": {"cpu", "torch", "verl", "vllm", "transformers", "psutil"},
 }
 
