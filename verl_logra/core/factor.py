@@ -11,10 +11,11 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float32, Int8
+from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
 
-_CPU_BLOCK_ELEMENTS = 1 << 18  # of the dense product at a time: 1 MiB in fp32, which a core's cache holds
+_CPU_BLOCK_ELEMENTS = 1 << 18  # of the dense product at a time: 1 MiB in fp32, enough rows for a fast product
+_CPU_CACHED_ELEMENTS = 1 << 16  # of a weight at a time between two products: with its temporaries in a core's cache
 _BLOCK_ELEMENTS = 1 << 24  # elsewhere: 64 MiB, few kernels
 
 
@@ -34,6 +35,12 @@ class AppliedUpdate(NamedTuple):
 def block_rows(columns: int, device: torch.device) -> int:
     """Rows of a weight with ``columns`` columns to update at a time; the result does not depend on it."""
     elements = _CPU_BLOCK_ELEMENTS if device.type == "cpu" else _BLOCK_ELEMENTS
+    return max(1, elements // max(1, columns))
+
+
+def cached_rows(columns: int, device: torch.device) -> int:
+    """Rows at a time where a handful of elementwise operations follow each other; at most ``block_rows``."""
+    elements = _CPU_CACHED_ELEMENTS if device.type == "cpu" else _BLOCK_ELEMENTS
     return max(1, elements // max(1, columns))
 
 
@@ -66,14 +73,35 @@ def sign_dtype(device: torch.device) -> torch.dtype:
     return torch.int8 if device.type == "cpu" else torch.float32
 
 
+def code_product(
+    codes: Int8[Tensor, "out rank"] | Float32[Tensor, "out rank"],
+    signs: Int8[Tensor, "rank in"] | Float32[Tensor, "rank in"],
+) -> Int32[Tensor, "out in"] | Float32[Tensor, "out in"]:
+    """``codes @ signs``; the same integers whatever the dtypes."""
+    if signs.dtype == torch.int8:
+        return torch._int_mm(codes.to(torch.int8), signs)
+    return codes.float() @ signs
+
+
 def integer_product(
     codes: Int8[Tensor, "out rank"] | Float32[Tensor, "out rank"],
     signs: Int8[Tensor, "rank in"] | Float32[Tensor, "rank in"],
 ) -> Float32[Tensor, "out in"]:
-    """``codes @ signs``; the same integers whatever the dtypes."""
-    if signs.dtype == torch.int8:
-        return torch._int_mm(codes.to(torch.int8), signs).float()
-    return codes.float() @ signs
+    """``codes @ signs`` in float32."""
+    return code_product(codes, signs).float()
+
+
+def subtract_product_(
+    weight: Float32[Tensor, "out in"],
+    product: Int32[Tensor, "out in"] | Float32[Tensor, "out in"],
+    coefficient: Float32[Tensor, " out"],
+    decay: float = 1.0,
+) -> None:
+    """``W = decay * W - coefficient * product``, in place, each operation rounded once."""
+    delta = product.float() * coefficient.unsqueeze(1)
+    if decay != 1.0:
+        weight.mul_(decay)
+    weight.sub_(delta)
 
 
 def apply_codes_(
@@ -88,11 +116,11 @@ def apply_codes_(
     The dense product exists for a block of rows at a time.
     """
     rows = block_rows(weight.shape[1], weight.device)
-    for w, q, c in zip(weight.split(rows), codes.split(rows), coefficient.split(rows), strict=True):
-        delta = integer_product(q, signs).mul_(c.unsqueeze(1))
-        if decay != 1.0:
-            w.mul_(decay)
-        w.sub_(delta)
+    few = cached_rows(weight.shape[1], weight.device)
+    for block, q, c in zip(weight.split(rows), codes.split(rows), coefficient.split(rows), strict=True):
+        product = code_product(q, signs)
+        for part in zip(block.split(few), product.split(few), c.split(few), strict=True):
+            subtract_product_(*part, decay)
 
 
 def apply_factor_(

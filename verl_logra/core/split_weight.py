@@ -9,6 +9,9 @@ import torch
 from jaxtyping import BFloat16, Float32, Int16
 from torch import Tensor
 
+_LEAST_HALVES = 0x80008001 - (1 << 32)
+"""As two int16: the upper half of a word may be anything, the lower one anything but 0x8000."""
+
 
 def nudge_ties_(weight: Float32[Tensor, "*shape"]) -> None:
     """Moves weights whose low half is exactly 0x8000 up by one bit, away from zero, in place.
@@ -16,21 +19,23 @@ def nudge_ties_(weight: Float32[Tensor, "*shape"]) -> None:
     Afterwards ``bf16(W)`` and a low half of 16 bits are all of ``W``; a trainer that keeps fp32 weights nudges after
     every update, so that it equals a receiver that keeps halves.
     """
-    bits = weight.view(torch.int32)
-    bits.add_(bits.bitwise_and(0xFFFF).eq_(0x8000))  # in place: on a CPU ten times faster than a bool result
+    # One minimum for the two halves of every word: on a CPU five times faster than finding the ties and adding.
+    least = torch.full(weight.shape[-1:], _LEAST_HALVES, dtype=torch.int32, device=weight.device)
+    weight.view(torch.int16).clamp_(min=least.view(torch.int16))
 
 
 def split_weight(
     weight: Float32[Tensor, "*shape"],
 ) -> tuple[BFloat16[Tensor, "*shape"], Int16[Tensor, "*shape"]]:
     """``W -> (hi, lo)``. ``join_weight`` returns ``W`` bit for bit, except that a low half of 0x8000 becomes 0x8001."""
-    bits = weight.view(torch.int32)
-    bits = bits.bitwise_and(0xFFFF).eq_(0x8000).add_(bits)
+    nudged = weight.clone()
+    nudge_ties_(nudged)
     # The signed low 16 bits: from 0x8001 on they are negative, and there bf16 has rounded up.
-    return bits.view(torch.float32).bfloat16(), bits.to(torch.int16)
+    return nudged.bfloat16(), nudged.view(torch.int32).to(torch.int16)
 
 
 def join_weight(high: BFloat16[Tensor, "*shape"], low: Int16[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
     """``(hi, lo) -> W``."""
-    bits = high.view(torch.int16).int().bitwise_left_shift(16) + low.int()
-    return bits.view(torch.float32)
+    weight = high.float()
+    weight.view(torch.int32).add_(low.int())
+    return weight

@@ -37,10 +37,11 @@ def words_checksum(
     rows, columns = words.shape
     # Rounded up, so that the many shapes of a model share few cached vectors.
     c = _odd_words(_COLUMN_STATE, _rounded(first_column + columns), words.device)[first_column : first_column + columns]
-    r = _odd_words(_ROW_STATE, _rounded(first_row + rows), words.device)[first_row : first_row + rows].long()
+    r = _odd_words(_ROW_STATE, _rounded(first_row + rows), words.device)[first_row : first_row + rows]
     block = _CPU_BLOCK_WORDS if words.device.type == "cpu" else _BLOCK_WORDS
     step = max(1, block // max(1, columns))
-    row_sums = [(block * c).sum(dim=1) for block in words.split(step)]
+    # Sums stay in int32, where they wrap as they should: on a CPU five times faster than sums in int64.
+    row_sums = [(block * c).sum(dim=1, dtype=torch.int32) for block in words.split(step)]
     if not row_sums:
         return torch.zeros((), dtype=torch.int64, device=words.device)
     return (torch.cat(row_sums) * r).sum() & MASK
