@@ -17,7 +17,7 @@ Variables (default):
   STEPS (40)         optimizer updates, each from 16 questions with 8 answers
   SEED (1)           order of the questions and sampling of the answers
   RANK (16)          rows of LoGRA's projection; rank of lora, galore, flora and apollo
-  UPDATE_RATIO (3e-3)
+  UPDATE_RATIO (9e-3)
                      LoGRA moves its targets by this share of their norm in one update
   KL_BUDGET (off)    nats per token that one LoGRA update may move the policy; turns the step controller on
   PROBE_SEQUENCES (16) answers that the step controller looks at; they are short

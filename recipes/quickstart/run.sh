@@ -16,7 +16,7 @@ Variables (default):
   SEED (1)           order of the questions and sampling of the answers
   LR                 learning rate (each optimizer has its own; for logra it moves the embeddings and norms)
   RANK (16)          rows of LoGRA's projection; rank of lora, galore, flora and apollo
-  UPDATE_RATIO (3e-3)
+  UPDATE_RATIO (9e-3)
                      LoGRA moves its targets by this share of their norm in one update
   LR_FACTOR (1)      multiplies LR and UPDATE_RATIO: what does a wrong learning rate do?
   KL_BUDGET (off)    nats per token that one LoGRA update may move the policy; turns the step controller on

@@ -47,7 +47,7 @@ ABLATIONS = (
     _logra("rank-4", "rank", "rank 4", RANK="4"),
     _logra("rank-64", "rank", "rank 64", RANK="64"),
     _logra("gaussian", "projection", "Gaussian projection", f"{OPTIM}.projection=gaussian"),
-    _logra("scale-lr", "scale", "scale=lr, learning rate 1e-3", f"{OPTIM}.scale=lr"),
+    _logra("scale-lr", "scale", "scale=lr, learning rate 1e-3", f"{OPTIM}.scale=lr", LR="1e-3"),
     _logra("kl-4e-3", "kl-budget", "KL budget 4e-3", KL_BUDGET="4e-3"),
     _logra("kl-16e-3", "kl-budget", "KL budget 4 times that", KL_BUDGET="16e-3"),
     _logra("kl-1e-3", "kl-budget", "KL budget a quarter of that", KL_BUDGET="1e-3"),
@@ -61,8 +61,8 @@ ABLATIONS = (
             f"refresh={refresh}, 4 updates per sync",
             f"{OPTIM}.refresh={refresh}",
             FOUR_UPDATES,
-            LR="5e-4",
-            UPDATE_RATIO="1.5e-3",
+            LR="1.5e-3",
+            UPDATE_RATIO="4.5e-3",
         )
         for refresh in ("update", "sync", "never")
     ),
