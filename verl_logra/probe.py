@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from verl_logra.blockwise_attention import register as register_blockwise_attention
 from verl_logra.core.kl import exact_kl, second_order_kl
 from verl_logra.exact_forward import float32_activations
 from verl_logra.sketch import Taps, taps_of
@@ -63,7 +64,7 @@ def probing(model: nn.Module) -> Iterator[None]:
     try:
         model.eval()
         if attention is not None:
-            switch("eager")
+            switch(register_blockwise_attention())
         with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             yield
     finally:
