@@ -22,6 +22,7 @@ MASK = 0xFFFFFFFF
 _ROW_STATE, _COLUMN_STATE = 1, 2
 _CPU_BLOCK_WORDS = 1 << 16  # of the weighted words at a time: what a core's cache holds
 _BLOCK_WORDS = 1 << 24
+_WIDTH = 1024
 
 
 @lru_cache(maxsize=64)
@@ -61,16 +62,13 @@ def weight_checksum(
 def tensor_checksum(tensor: Shaped[Tensor, "..."]) -> int:
     """Checksum of any tensor's bytes: flattened to little-endian 32-bit words, zero-padded, 1024 words a row."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    width = 4 * 1024
-    whole = data.numel() // width * width
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    if whole:
-        head = data[:whole]
-        if head.data_ptr() % 4:  # a view into a transport's buffer
-            head = head.clone()
-        total += words_checksum(head.view(torch.int32).view(-1, 1024))
-    if whole < data.numel():
-        tail = torch.zeros(width, dtype=torch.uint8, device=data.device)
-        tail[: data.numel() - whole] = data[whole:]
-        total += words_checksum(tail.view(torch.int32).view(1, 1024), first_row=whole // width)
+    if data.numel() % 4:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    elif data.data_ptr() % 4:  # a view into a transport's buffer
+        data = data.clone()
+    words = data.view(torch.int32)
+    whole = words.numel() // _WIDTH
+    total = words_checksum(words[: whole * _WIDTH].view(whole, _WIDTH))
+    if whole * _WIDTH < words.numel():
+        total += words_checksum(words[whole * _WIDTH :].view(1, -1), first_row=whole)
     return int(total) & MASK
