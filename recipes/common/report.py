@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -117,6 +118,11 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def predicted_as_applied(data: dict[str, float]) -> float:
+    """KL predicted for the scaled update: verl's metric has that of the whole one, in nats per token."""
+    return data["actor/logra_alpha"] ** 2 * data["actor/logra_predicted_kl"]
+
+
 CONTROL_CURVES = {
     "actor/logra_kl_budget": ("budget", ":"),
     "actor/logra_predicted_kl": ("predicted", "--"),
@@ -144,7 +150,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
         if held_out:
             left.plot(*zip(*held_out, strict=True), "o-", color=f"C{color}", label=f"{name}: held-out accuracy")
         for metric, (label, style) in curves.items():
-            points = [(r["step"], r["data"][metric]) for r in steps[name] if metric in r["data"]]
+            value = predicted_as_applied if label == "predicted" else itemgetter(metric)
+            points = [(r["step"], value(r["data"])) for r in steps[name] if metric in r["data"]]
             if points:
                 right.plot(*zip(*points, strict=True), style, color=f"C{color}", label=f"{name}: {label}")
     left.set(title="Answers that are right", xlabel="step", ylim=(0, 1.02))

@@ -211,3 +211,8 @@ def test_records_of_a_resumed_run_are_those_of_all_its_parts(tmp_path: Path) -> 
     assert metrics.read_metrics(tmp_path) == [*first[:3], *second]
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["wall_seconds"] > 1e4 and run["peak_memory_bytes"] == 2**50 and run["exit_code"] == 0
+
+
+def test_prediction_is_drawn_for_the_step_that_was_applied() -> None:
+    """Second order: half of the update moves the policy by a quarter of the KL."""
+    assert report.predicted_as_applied({"actor/logra_alpha": 0.5, "actor/logra_predicted_kl": 8e-3}) == 2e-3
