@@ -13,13 +13,25 @@ import sys
 from pathlib import Path
 
 SYNC = re.compile(r"(low-rank|full) weight sync[^\n]*? verified at step \S+: 0 bytes differ in (\d+) elements")
-SECONDS = re.compile(r"low-rank weight sync[^\n]*?it took ([\d.]+) s, a full sync by verl alone ([\d.]+) s")
+SECONDS = re.compile(
+    r"low-rank weight sync[^\n]*?it took ([\d.]+) s \(([^)]*)\), a full sync by verl alone ([\d.]+) s \(([^)]*)\)"
+)
+PART = re.compile(r"([a-z ]+) ([\d.]+)")
 REWARD = "critic/score/mean"
 
 
 def rewards(run):
     steps = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [step[REWARD] for step in steps if REWARD in step]
+
+
+def medians_of_parts(texts):
+    """Of texts like "wait 0.012, update 0.345"."""
+    seconds = {}
+    for text in texts:
+        for name, value in PART.findall(text):
+            seconds.setdefault(name.strip(), []).append(float(value))
+    return ", ".join(f"{name} {1000 * statistics.median(values):.0f}" for name, values in seconds.items())
 
 
 def report_one(run, num_steps):
@@ -30,7 +42,8 @@ def report_one(run, num_steps):
     parts = [f"{run.name}: exit {code}, {len(scores)} steps"]
     if scores:
         parts.append(f"mean reward {statistics.mean(scores[-10:]):.4f} at the end")
-    times = [(float(low_rank), float(full)) for low_rank, full in SECONDS.findall(log)]
+    found = SECONDS.findall(log)
+    times = [(float(low_rank), float(full)) for low_rank, _, full, _ in found]
     if kinds:
         parts.append(f"{len(kinds)} syncs verified, {kinds.count('low-rank')} of them low-rank")
         parts.append("BYTES DIFFER" if wrong else "0 bytes differ")
@@ -39,6 +52,9 @@ def report_one(run, num_steps):
         parts.append(f"median seconds {low_rank:.3f} low-rank, {full:.3f} full")
         parts.append(f"median of their ratios {statistics.median(a / b for a, b in times):.2f}")
     print(", ".join(parts), flush=True)
+    for kind, texts in (("low-rank", [t for _, t, _, _ in found]), ("full", [t for _, _, _, t in found])):
+        if medians := medians_of_parts(texts):
+            print(f"  median ms of the worker in a {kind} sync: {medians}", flush=True)
     return code == 0 and len(scores) >= num_steps and not wrong
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -67,6 +67,9 @@ class ColocatedSession:
 
 class LoGRAServerAdapter(ServerAdapter):
     """verl's adapter; hands sessions to workers that can take them."""
+
+    _worker_seconds: Sequence[dict[str, float]] = ()
+    """Of the last message, by worker and part."""
 
     @torch.no_grad()
     async def update_weights(
@@ -142,6 +145,7 @@ class LoGRAServerAdapter(ServerAdapter):
         if future is not None:
             try:
                 results = await asyncio.wait_for(_awaited(future), settings.timeout_seconds)
+                self._worker_seconds = [result["seconds"] for result in results]
                 problems += [result["problem"] for result in results if result["problem"]]
             except Exception as error:
                 problems.append(f"replica {self.replica_rank} does not answer: {_text(error)}")
@@ -167,15 +171,17 @@ class LoGRAServerAdapter(ServerAdapter):
                     f"with other weights than a full sync gives; bytes that differ: {result['differ']}"
                 )
             logger.warning(
-                "%s verified at step %s: 0 bytes differ in %d elements of worker %d of replica %d; it took %.3f s, a "
-                "full sync by verl alone %.3f s",
+                "%s verified at step %s: 0 bytes differ in %d elements of worker %d of replica %d; it took "
+                "%.3f s (%s), a full sync by verl alone %.3f s (%s)",
                 plan,
                 global_steps,
                 result["elements"],
                 worker,
                 self.replica_rank,
                 seconds,
+                _parts(self._worker_seconds[worker] if worker < len(self._worker_seconds) else {}),
                 full_seconds,
+                _parts(result["seconds"]),
             )
 
 
@@ -190,6 +196,11 @@ async def _drain(items: Any) -> None:
     else:
         for _ in items:
             pass
+
+
+def _parts(seconds: dict[str, float]) -> str:
+    """Of one worker."""
+    return ", ".join(f"{name} {value:.3f}" for name, value in seconds.items())
 
 
 def _text(error: BaseException) -> str:

@@ -7,8 +7,10 @@ vLLM pack them again. On an accelerator updates go into vLLM's own parameters, i
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -60,6 +62,27 @@ class UnpackedWeights:
             layer.quant_method.process_weights_after_loading(layer)
 
 
+class Parts:
+    """Seconds of one sync by what this worker did in them."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    def all(self, rest: str) -> dict[str, float]:
+        """``rest`` names what no part was about."""
+        total = time.perf_counter() - self._start
+        return {**self._seconds, rest: total - sum(self._seconds.values())}
+
+
 @dataclass
 class _Sync:
     """What the extension keeps in a worker."""
@@ -71,6 +94,9 @@ class _Sync:
     """The model's own override while generation is stopped."""
     remembered: dict[str, Tensor] | None = None
     known: ReceiverState | None = None
+    parts: Parts = field(default_factory=Parts)
+    """Of the sync that is going on, or the last one."""
+    full_seconds: dict[str, float] = field(default_factory=dict)
 
 
 class LoGRAWorkerExtension(_Base):
@@ -95,21 +121,31 @@ class LoGRAWorkerExtension(_Base):
         """A full update that does not come through the receiver, which therefore knows nothing any more."""
         if self._logra is not None and not self._logra.receiver.state["refusal"]:
             self._logra.receiver.state = empty_state()
+        if self._logra is not None:
+            self._logra.parts = Parts()
         super().update_weights_from_ipc(*args, **kwargs)
+        if self._logra is not None:
+            self._logra.full_seconds = self._logra.parts.all("wait and pack")
+
+    def _update_weights(self, *args: Any, **kwargs: Any) -> None:
+        parts = Parts() if self._logra is None else self._logra.parts
+        with parts.of("load"):
+            super()._update_weights(*args, **kwargs)
 
     def logra_receive(self, full: bool, use_shm: bool, timeout_seconds: float) -> dict[str, Any]:
         """Takes one message from the trainer on this device.
 
         Returns:
-            problem: what went wrong, "" if nothing did; kept_bytes; seconds.
+            problem: what went wrong, "" if nothing did; kept_bytes; seconds, by part.
         """
-        start = time.perf_counter()
         assert self._logra is not None, "logra_state comes first"
         receiver, unpacked = self._logra.receiver, self._logra.unpacked
         model = self.model_runner.model
+        self._logra.parts = parts = Parts()
         self._logra_stop_generation(self._logra, model)
         receiver.start()
-        unpacked.unpack()
+        with parts.of("unpack"):
+            unpacked.unpack()
         if full:
             patch_vllm_moe_model_weight_loader(model)
         problem, loaded = "", full
@@ -128,7 +164,9 @@ class LoGRAWorkerExtension(_Base):
                 for name, tensor in bucket:
                     if is_frame(name):
                         load()  # END compares what is in the model
-                    if not receiver.take(name, tensor):
+                    with parts.of("update"):
+                        mine = receiver.take(name, tensor)
+                    if not mine:
                         pending.append((name, tensor))
                         loaded = True
                 load()
@@ -146,15 +184,16 @@ class LoGRAWorkerExtension(_Base):
         except zmq.ZMQError as error:
             problem = problem or f"the trainer gave no sign of life for {timeout_seconds:g} s ({error})"
         problem = problem or receiver.state["problem"]
-        if loaded:
-            process_weights_after_loading(model, self.model_runner.vllm_config.model_config, self.device)
-        else:
-            unpacked.pack()
+        with parts.of("pack"):
+            if loaded:
+                process_weights_after_loading(model, self.model_runner.vllm_config.model_config, self.device)
+            else:
+                unpacked.pack()
         if problem:
             receiver.abandon(problem)
         else:
             self._logra_allow_generation(self._logra, model)
-        return {"problem": problem, "kept_bytes": receiver.kept_bytes(), "seconds": time.perf_counter() - start}
+        return {"problem": problem, "kept_bytes": receiver.kept_bytes(), "seconds": parts.all("wait")}
 
     def logra_remember(self) -> None:
         """Verification, first half: keeps a copy of everything this worker computes with."""
@@ -166,7 +205,8 @@ class LoGRAWorkerExtension(_Base):
         """Verification, second half, after a full update by verl alone.
 
         Returns:
-            differ: bytes that are not those of the copy, by tensor; elements: how many were compared.
+            differ: bytes that are not those of the copy, by tensor; elements: how many were compared; seconds of the
+            full update, by part.
         """
         assert self._logra is not None and self._logra.remembered is not None and self._logra.known is not None
         remembered, self._logra.remembered = self._logra.remembered, None
@@ -180,7 +220,7 @@ class LoGRAWorkerExtension(_Base):
         differ |= {name: tensor.numel() for name, tensor in remembered.items()}
         # The full update brought what was there already, so the receiver still knows what it holds.
         self._logra.receiver.state, self._logra.known = self._logra.known, None
-        return {"differ": differ, "elements": elements}
+        return {"differ": differ, "elements": elements, "seconds": self._logra.full_seconds}
 
     def _logra_refusal(self) -> str:
         config = self.model_runner.vllm_config
