@@ -101,6 +101,8 @@ class LoGRA(torch.optim.Optimizer):
                 betas=a.betas,
                 eps=a.eps,
                 weight_decay=weight_decay if a.weight_decay is None else a.weight_decay,
+                # One pass over an embedding without temporaries of its size; torch has it for these devices.
+                fused=all(p.device.type in ("cpu", "cuda") for p in rest),
             )
             self.add_param_group(self._adamw.param_groups[0])
             self._share_with_adamw()

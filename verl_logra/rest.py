@@ -25,7 +25,7 @@ class RestDisplacement:
         self._before: list[Tensor] = []
         self._displacement: list[Tensor] = []
         for group in adamw.param_groups:
-            options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "fused")}
             for parameter in (p for p in group["params"] if p.grad is not None):
                 shadow = torch.nn.Parameter(parameter.detach().clone())
                 shadow.grad = parameter.grad

@@ -1,10 +1,11 @@
 """Gradient sketches: a target ``nn.Linear`` gets an update parameter ``U [out, rank]`` whose gradient is the sketch.
 
-The weight is frozen and a forward hook taps the output ``Y [tokens, out]`` with a function that adds nothing to it and
-whose gradient for ``U`` is ``dY^T (X A^T)``. So ``U.grad`` is ``S = G A^T`` without ``G`` ever being formed, and
-whatever shards, reduces, accumulates or offloads parameters (FSDP2 above all) does the same to sketches. ``U.data`` is
-zero at rest and holds the proposed update between ``LoGRA.propose`` and ``LoGRA.commit``; then the same hooks can show
-the model what the update would do, without touching a weight (``Taps.tangent``, ``Taps.inject``).
+The weight is frozen. A pre-hook saves ``X A^T [tokens, rank]`` of the layer's input, and a hook taps the output ``Y
+[tokens, out]`` with a function that adds nothing to it and whose gradient for ``U`` is ``dY^T (X A^T)``. So ``U.grad``
+is ``S = G A^T`` without ``G`` ever being formed, and whatever shards, reduces, accumulates or offloads parameters
+(FSDP2 above all) does the same to sketches. ``U.data`` is zero at rest and holds the proposed update between
+``LoGRA.propose`` and ``LoGRA.commit``; then the same hooks can show the model what the update would do, without
+touching a weight (``Taps.tangent``, ``Taps.inject``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 UPDATE = "logra_update"
 """Name of the update parameter on a target module. It appears in no state dict."""
+
+_CHECKPOINT_PACK = "_checkpoint_hook.__init__.<locals>.pack_hook"
+"""Qualified name of the function that torch.utils.checkpoint gives saved tensors to in the first pass."""
 
 TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector")
 """Sub-modules whose leaves are targets only when a pattern of a qualified name says so."""
@@ -116,20 +120,77 @@ class Taps:
             self.mode, self.scale, self.decay = before
 
 
+class _Projected(torch.autograd.Function):
+    """Saves ``X A^T`` before the layer runs; returns a handle whose ``grad_fn`` gives it back.
+
+    Saving it after the layer would make checkpointing recompute the output of a decoder block's last layer, which
+    nothing else needs: a recomputation stops at the last saved tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, update: Tensor, features: Tensor, target: Target) -> Tensor:
+        dtype = _output_dtype(features)
+        if _is_to_be_recomputed():
+            projected = features.new_empty(*features.shape[:-1], update.shape[1], dtype=dtype)
+        else:
+            projected = _project(target, features, dtype)
+        ctx.save_for_backward(projected)
+        return update.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad_handle: Tensor) -> tuple[None, None, None]:
+        return None, None, None
+
+
 class _Tap(torch.autograd.Function):
     """Identity on the output; the gradient for ``U`` is ``dY^T (X A^T)`` (design: U.grad is the sketch)."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, features: Tensor, update: Tensor, target: Target) -> Tensor:
+    def forward(ctx: Any, output: Tensor, update: Tensor, handle: Tensor) -> Tensor:
         ctx.update_dtype = update.dtype
-        ctx.save_for_backward(_project(target, features, output.dtype))
+        ctx.projected = handle.grad_fn
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+        (projected,) = ctx.projected.saved_tensors
+        return grad_output, _sketch(grad_output, projected).to(ctx.update_dtype), None
+
+
+class _CompiledTap(torch.autograd.Function):
+    """``_Tap`` for torch.compile, which cannot trace a handle and decides by itself what to recompute."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, update: Tensor, projected: Tensor) -> Tensor:
+        ctx.update_dtype = update.dtype
+        ctx.save_for_backward(projected)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
         (projected,) = ctx.saved_tensors
-        sketch = grad_output.flatten(0, -2).T @ projected.flatten(0, -2)
-        return grad_output, None, sketch.to(ctx.update_dtype), None
+        return grad_output, _sketch(grad_output, projected).to(ctx.update_dtype), None
+
+
+def _sketch(
+    grad_output: Float[Tensor, "*batch out"], projected: Float[Tensor, "*batch rank"]
+) -> Float[Tensor, "out rank"]:
+    """``dY^T (X A^T)``."""
+    return grad_output.flatten(0, -2).T @ projected.flatten(0, -2).to(grad_output.dtype)
+
+
+def _is_to_be_recomputed() -> bool:
+    """Whether tensors saved now are thrown away: the first pass of non-reentrant checkpointing, which looks at their
+    shape, dtype and device alone. There is no public way to ask; where this one is gone, every pass computes."""
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = top_hooks(False) if top_hooks is not None else None
+    return hooks is not None and getattr(hooks[0], "__qualname__", "") == _CHECKPOINT_PACK
+
+
+def _output_dtype(features: Tensor) -> torch.dtype:
+    """What a linear layer computes in."""
+    device = features.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
 
 
 def _project(target: Target, features: Float[Tensor, "*batch in"], dtype: torch.dtype) -> Float[Tensor, "*batch rank"]:
@@ -139,6 +200,14 @@ def _project(target: Target, features: Float[Tensor, "*batch in"], dtype: torch.
         return (features.to(dtype) @ signs.T).mul_(1 / math.sqrt(target.taps.config.rank))
 
 
+def _pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    target: Target = module.logra_target  # type: ignore[assignment]
+    if target.taps.mode == "train" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        features = args[0] if args else kwargs["input"]
+        # On the input, not on the target: a recomputation may stop between the two hooks, and nothing must be left.
+        features.logra_projected = _Projected.apply(target.update, features.detach(), target)
+
+
 def _hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     target: Target = module.logra_target  # type: ignore[assignment]
     taps = target.taps
@@ -146,7 +215,11 @@ def _hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if taps.mode == "train":
         if not torch.is_grad_enabled():
             return None
-        return _Tap.apply(output, features.detach(), target.update, target)
+        if torch.compiler.is_compiling():
+            return _CompiledTap.apply(output, target.update, _project(target, features.detach(), output.dtype))
+        handle = features.logra_projected
+        del features.logra_projected
+        return _Tap.apply(output, target.update, handle)
     if taps.mode == "off":
         return None
 
@@ -221,6 +294,7 @@ def install(model: nn.Module, config: LoGRAConfig) -> dict[str, Target]:
         target = Target(canonical_name(name), module, taps)
         module.logra_target = target  # type: ignore[assignment]
         taps.targets[target.name] = target
+        module.register_forward_pre_hook(_pre_hook, with_kwargs=True)
         module.register_forward_hook(_hook, with_kwargs=True)
         module.register_state_dict_post_hook(_drop_update)
         module.register_load_state_dict_post_hook(_forgive_missing_update)

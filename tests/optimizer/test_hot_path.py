@@ -131,3 +131,38 @@ def test_committing_makes_no_temporary_of_a_weights_size(dtype):
     with _HotPath() as seen:
         optimizer.commit()
     assert seen.largest <= 4 * 1024 * 4096 / 8
+
+
+def test_checkpointing_projects_once_and_recomputes_no_output_that_nothing_needs():
+    """Products ``[tokens, features] @ [features, ...]`` by the shape of their result, forward and backward apart."""
+    model = tiny_model("llama", intermediate_size=70)
+    LoGRA(model, {"rank": 6, "non_target": "frozen"})
+    loss_of(model, tokens()).backward()
+    plain = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    with _Products() as forward:
+        loss = loss_of(model, tokens())
+    with _Products() as backward:
+        loss.backward()
+    assert all(torch.equal(plain[n], model.get_parameter(n).grad) for n in plain)
+    layers, num_tokens = 2, tokens().numel()
+    assert forward.shapes[num_tokens, 6] == 0, "the first pass projects nothing"
+    assert backward.shapes[num_tokens, 6] == 7 * layers
+    # Results [tokens, 70]: gate and up recomputed, the gradient of down's input. [tokens, 36] in a layer: q and o
+    # recomputed, but not down; gradients of the inputs of q, k, v, o, gate and up; the head's, once.
+    assert backward.shapes[num_tokens, 70] == 3 * layers
+    assert backward.shapes[num_tokens, 36] == (2 + 6) * layers + 1
+
+
+class _Products(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.shapes = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.name() in ("aten::mm", "aten::addmm"):
+            self.shapes[tuple(result.shape)] += 1
+        return result

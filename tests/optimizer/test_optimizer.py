@@ -122,7 +122,7 @@ def test_the_rest_moves_as_under_torch_adamw():
     rest = [n for n, p in model.named_parameters() if p.requires_grad and not n.endswith("logra_update")]
     assert "model.layers.0.self_attn.q_proj.bias" in rest and "lm_head.weight" in rest
     adamw = torch.optim.AdamW(
-        [dense.get_parameter(n) for n in rest], lr=2e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1
+        [dense.get_parameter(n) for n in rest], lr=2e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, fused=True
     )
     for seed in range(3):
         loss_of(model, tokens(seed=seed)).backward()
