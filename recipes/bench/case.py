@@ -21,6 +21,8 @@ METHODS = {
 WITHOUT_RANK = ("adamw", "adamw-fused", "adam8bit")
 NOT_FULL_WEIGHT = ("lora", "logra-frozen", "logra-kl")
 """Methods that leave a part of the model as it is."""
+PROFILED = ("adamw", "logra", "logra-kl")
+"""Methods of which tables show the operators of one step."""
 PHASES = ("forward", "backward", "clip", "optimizer")
 PEAK_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """For processes whose peak memory is read, see ``recipes.bench.measure``."""

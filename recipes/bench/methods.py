@@ -1,7 +1,7 @@
 """A model in fp32 with random weights, and each method's optimizers for it.
 
 All full-weight methods train the same parameters: the seven projections of attention and MLP in their own way, the rest
-(embedding, norms, biases) by ``torch.optim.AdamW``.
+(embedding, norms, biases) by the fused ``torch.optim.AdamW``, which LoGRA and the baselines use for it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def build_optimizers(model: nn.Module, case: Case) -> list[Optimizer]:
         model.requires_grad_(False)
         inject_adapter_in_model(LoraConfig(r=case.rank, target_modules=list(DEFAULT_TARGETS)), model)
         shard(model, case)
-        return [AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=WEIGHT_DECAY)]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return [AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)]
 
     shard(model, case)
     if method in ("adamw", "adamw-fused"):
@@ -84,7 +85,7 @@ def build_optimizers(model: nn.Module, case: Case) -> list[Optimizer]:
         matrices, rest = split_by_shape(model.parameters(), rank=0)
         return [
             baselines.AdamW8bit(matrices, lr=LR, weight_decay=WEIGHT_DECAY),
-            AdamW(rest, lr=LR, weight_decay=WEIGHT_DECAY),
+            AdamW(rest, lr=LR, weight_decay=WEIGHT_DECAY, fused=True),
         ]
     classes = {"galore": baselines.GaLoreAdamW, "flora": baselines.Flora, "apollo": baselines.APOLLOAdamW}
     return [classes[method](model.parameters(), rank=case.rank, lr=LR, weight_decay=WEIGHT_DECAY)]

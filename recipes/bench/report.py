@@ -120,7 +120,7 @@ def step_report(data: dict[str, Any], picture: Path) -> str:
     text += ["", *refreshes] if refreshes else []
     for measured in cases.values():
         profiles = [r["profile"] for r in measured.repeats.values() if r.get("profile")]
-        if profiles and measured.case.method in ("adamw", "logra", "logra-kl"):
+        if profiles:
             text += ["", f"Operators of one step of {measured.case.name}, own CPU seconds (calls):", ""]
             text.append(
                 ", ".join(f"{o['name']} {o['self_ms'] / 1e3:.2f} ({o['calls']})" for o in profiles[0]["operators"])

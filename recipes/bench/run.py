@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from recipes.bench.case import METHODS, PEAK_ENVIRONMENT, SHAPES, WITHOUT_RANK, Case, step_seconds
+from recipes.bench.case import METHODS, PEAK_ENVIRONMENT, PROFILED, SHAPES, WITHOUT_RANK, Case, step_seconds
 from recipes.bench.report import report
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +148,8 @@ def measure_cases(results: Results, cases: list[Case], kinds: list[tuple[str, in
     succeeded = True
     for kind, repeat in kinds:
         for case in cases:
-            case = replace(case, steps=1 if kind == "peak" else case.steps, profile=kind == "time" and repeat == 0)
+            profile = case.method in PROFILED and kind == "time" and repeat == 0
+            case = replace(case, steps=1 if kind == "peak" else case.steps, profile=profile)
             if results.has(kind, case, repeat):
                 continue
             start = time.monotonic()
