@@ -3,7 +3,7 @@
 | ``optimizer`` | package | under FSDP2 |
 |---|---|---|
 | ``AdamW8bit`` | torchao | tried on one rank, bit-equal to plain tensors |
-| ``GaLoreAdamW`` | galore-torch | one rank; on more its SVDs amplify rounding, and it is refused |
+| ``GaLoreAdamW`` | galore-torch | any number of ranks; each SVD gathers the whole gradient |
 | ``APOLLOAdamW`` | apollo-torch | one rank; refused on more, the package mixes plain tensors with sharded ones |
 | ``Flora`` | flora-opt | one rank, as APOLLO |
 

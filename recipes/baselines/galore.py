@@ -11,7 +11,13 @@ from recipes.baselines.with_adamw import WithAdamW
 
 
 class GaLoreAdamW(WithAdamW, galore_torch.GaLoreAdamW):
-    """``update_proj_gap`` steps between two SVDs; ``scale`` multiplies the low-rank update (the authors' defaults)."""
+    """``update_proj_gap`` steps between two SVDs; ``scale`` multiplies the low-rank update (the authors' defaults).
+
+    On several ranks each SVD gathers the whole gradient. SVDs amplify rounding, there as in one process: gradients that
+    differ by 6e-8 lead to weights that differ by 3 to 4% of what they moved after two refreshes, by 1.5e-6 after none.
+    """
+
+    shards = True
 
     def __init__(
         self,

@@ -21,6 +21,9 @@ class WithAdamW(torch.optim.Optimizer):
     """Mixin, left of the package's optimizer. Both share ``param_groups`` and ``state`` with the whole, so that
     schedulers, checkpoints and offloading see one optimizer."""
 
+    shards = False
+    """Whether the package computes the same on sharded tensors (DTensor) as on whole ones."""
+
     def _init_split(
         self,
         parameters: Iterable[nn.Parameter],
@@ -35,17 +38,20 @@ class WithAdamW(torch.optim.Optimizer):
         low_rank, rest = split_by_shape(parameters, rank)
         self._check_sharding(low_rank)
         init([{"params": low_rank, "rank": rank, **settings}])
-        self._adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, betas=betas) if rest else None
+        self._adamw: torch.optim.AdamW | None = None
+        if rest:
+            fused = all(p.device.type in ("cpu", "cuda") for p in rest)  # as LoGRA's
+            self._adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, betas=betas, fused=fused)
         if self._adamw is not None:
             self.add_param_group(self._adamw.param_groups[0])
 
     def _check_sharding(self, low_rank: list[nn.Parameter]) -> None:
         ranks = max((p.device_mesh.size() for p in low_rank if isinstance(p, DTensor)), default=1)
-        if ranks > 1:
+        if ranks > 1 and not self.shards:
             raise NotImplementedError(
-                f"{type(self).__name__} cannot train parameters sharded over {ranks} ranks: its package "
-                f"projects whole gradients, and per shard it would be another optimizer. Use one rank, AdamW8bit or "
-                f"LoGRA"
+                f"{type(self).__name__} cannot train parameters sharded over {ranks} ranks: its package multiplies "
+                f"gradients with plain random matrices, which sharded ones refuse, and per shard it would be another "
+                f"optimizer. Use one rank, or GaLoreAdamW, AdamW8bit or LoGRA"
             )
 
     @torch.no_grad()
@@ -72,7 +78,7 @@ class WithAdamW(torch.optim.Optimizer):
         """On one rank a DTensor holds everything: show the package what it holds."""
         group = self.param_groups[0]
         params: list[nn.Parameter] = group["params"]
-        if not any(isinstance(p, DTensor) for p in params):
+        if self.shards or not any(isinstance(p, DTensor) for p in params):
             yield
             return
         state, plain = self.state, []

@@ -43,7 +43,7 @@ add_optimizer() {
     *) die "$keys: $optim is none of $OPTIMIZERS" ;;
   esac
   case $optim in
-    galore | flora | apollo) [ "$RANKS" = 1 ] || die "RANKS=$RANKS: $optim trains on one rank only, see recipes/baselines" ;;
+    flora | apollo) [ "$RANKS" = 1 ] || die "RANKS=$RANKS: $optim trains on one rank only, see recipes/baselines" ;;
   esac
   [ -z "$class" ] || OPTIMIZER_OVERRIDES+=("$keys.optimizer_impl=recipes.baselines" "$keys.optimizer=$class")
   [ -z "$settings" ] || OPTIMIZER_OVERRIDES+=("$keys.override_optimizer_config={$settings}")

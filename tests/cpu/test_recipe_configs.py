@@ -171,7 +171,7 @@ def test_a_run_without_a_checkpoint_is_not_resumed() -> None:
     [
         ({"OPTIM": "adam"}, "adam is none of logra adamw"),
         ({"OPTIM": "adamw", "KL_BUDGET": "1e-3"}, "needs OPTIM=logra"),
-        ({"OPTIM": "galore", "RANKS": "2"}, "galore trains on one rank only"),
+        ({"OPTIM": "flora", "RANKS": "2"}, "flora trains on one rank only"),
     ],
 )
 def test_wrong_variables_are_refused_by_name(recipe: str, variables: dict[str, str], message: str) -> None:
