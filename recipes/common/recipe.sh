@@ -134,19 +134,22 @@ recipe() {
   esac
   [[ $STEPS =~ ^[1-9][0-9]*$ ]] || die "STEPS=$STEPS must be a positive number"
   [[ $RANKS =~ ^[1-9][0-9]*$ ]] || die "RANKS=$RANKS must be a positive number"
+  [[ $SAVE_EVERY =~ ^([1-9][0-9]*)?$ ]] || die "SAVE_EVERY=$SAVE_EVERY must be a positive number"
+  [[ $RESUME =~ ^1?$ ]] || die "RESUME=$RESUME must be 1, or empty for a new run"
   [[ $OUT =~ ^[A-Za-z0-9._-]+$ ]] || die "OUT=$OUT must be a plain name: results go to outputs/\$OUT"
 
   local start=$SECONDS code=0 class
   use_environment
   OUT_DIR=$ROOT/outputs/$OUT
-  mkdir -p "$OUT_DIR"
-  rm -rf "$OUT_DIR"/{optimizer_memory,train.log,summary.json,curves.png}
   if [ -n "$RESUME" ]; then
-    [ -f "$OUT_DIR/checkpoints/latest_checkpointed_iteration.txt" ] ||
-      die "RESUME=$RESUME: outputs/$OUT has no checkpoint; start it with SAVE_EVERY and without RESUME"
+    local saved=$OUT_DIR/checkpoints/latest_checkpointed_iteration.txt
+    [ -f "$saved" ] || die "RESUME=1: outputs/$OUT has no checkpoint; start it with SAVE_EVERY and without RESUME"
+    [ "$(<"$saved")" -lt "$STEPS" ] || die "RESUME=1: outputs/$OUT has $(<"$saved") updates; set STEPS to more than that"
   else
     rm -rf "$OUT_DIR"/{checkpoints,metrics.jsonl,earlier.jsonl,run.json}
   fi
+  mkdir -p "$OUT_DIR"
+  rm -rf "$OUT_DIR"/{optimizer_memory,train.log,summary.json,curves.png}
   echo "[1/3] model and questions"
   prepare
   echo "[2/3] $STEPS updates with $OPTIM, $RANKS trainer rank(s): outputs/$OUT"

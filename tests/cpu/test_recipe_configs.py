@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -153,16 +154,33 @@ def test_checkpoints_are_kept_and_resumed_on_demand_only(recipe: str) -> None:
     assert trainer(SAVE_EVERY="5", RESUME="1") == (5, "auto", False), "the earlier part validated already"
 
 
-def test_a_run_without_a_checkpoint_is_not_resumed() -> None:
-    refused = subprocess.run(
-        ["bash", str(ROOT / "recipes/quickstart/run.sh")],
-        env={**os.environ, "VENV": sys.prefix, "RESUME": "1", "OUT": "test-never-run"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    (ROOT / "outputs/test-never-run").rmdir()
-    assert refused.returncode == 1 and "outputs/test-never-run has no checkpoint" in refused.stderr
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RESUME": "1"}, "has no checkpoint"),
+        ({"RESUME": "1", "STEPS": "4"}, "has 4 updates; set STEPS"),
+        ({"RESUME": "yes"}, "RESUME=yes must be 1"),
+        ({"SAVE_EVERY": "0"}, "SAVE_EVERY=0 must be a positive number"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_and_kept(variables: dict[str, str], message: str) -> None:
+    run = ROOT / "outputs/test-never-run"
+    (run / "checkpoints").mkdir(parents=True)
+    try:
+        if "STEPS" in variables:
+            (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("4")
+        (run / "metrics.jsonl").touch()
+        refused = subprocess.run(
+            ["bash", str(ROOT / "recipes/quickstart/run.sh")],
+            env={**os.environ, "VENV": sys.prefix, "OUT": run.name, **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert refused.returncode == 1 and message in refused.stderr
+        assert (run / "metrics.jsonl").exists()
+    finally:
+        shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
