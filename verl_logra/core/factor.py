@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
 
 _CPU_BLOCK_ELEMENTS = 1 << 18  # of the dense product at a time: 1 MiB in fp32, enough rows for a fast product
-_CPU_CACHED_ELEMENTS = 1 << 16  # of a weight at a time between two products: with its temporaries in a core's cache
+_CPU_CACHED_ELEMENTS = 1 << 16  # by core, of what elementwise operations follow each other on: fits its cache
 _BLOCK_ELEMENTS = 1 << 24  # elsewhere: 64 MiB, few kernels
 
 
@@ -39,8 +39,8 @@ def block_rows(columns: int, device: torch.device) -> int:
 
 
 def cached_rows(columns: int, device: torch.device) -> int:
-    """Rows at a time where a handful of elementwise operations follow each other; at most ``block_rows``."""
-    elements = _CPU_CACHED_ELEMENTS if device.type == "cpu" else _BLOCK_ELEMENTS
+    """Rows at a time where a handful of elementwise operations follow each other; the result does not depend on it."""
+    elements = _CPU_CACHED_ELEMENTS * torch.get_num_threads() if device.type == "cpu" else _BLOCK_ELEMENTS
     return max(1, elements // max(1, columns))
 
 

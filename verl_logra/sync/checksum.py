@@ -16,12 +16,11 @@ import torch
 from jaxtyping import Float32, Int32, Int64, Shaped
 from torch import Tensor
 
+from verl_logra.core.factor import cached_rows
 from verl_logra.core.projection import splitmix64
 
 MASK = 0xFFFFFFFF
 _ROW_STATE, _COLUMN_STATE = 1, 2
-_CPU_BLOCK_WORDS = 1 << 16  # of the weighted words at a time: what a core's cache holds
-_BLOCK_WORDS = 1 << 24
 _WIDTH = 1024
 
 
@@ -39,8 +38,7 @@ def words_checksum(
     # Rounded up, so that the many shapes of a model share few cached vectors.
     c = _odd_words(_COLUMN_STATE, _rounded(first_column + columns), words.device)[first_column : first_column + columns]
     r = _odd_words(_ROW_STATE, _rounded(first_row + rows), words.device)[first_row : first_row + rows]
-    block = _CPU_BLOCK_WORDS if words.device.type == "cpu" else _BLOCK_WORDS
-    step = max(1, block // max(1, columns))
+    step = cached_rows(columns, words.device)
     # Sums stay in int32, where they wrap as they should: on a CPU five times faster than sums in int64.
     row_sums = [(block * c).sum(dim=1, dtype=torch.int32) for block in words.split(step)]
     if not row_sums:

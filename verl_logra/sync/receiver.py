@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from verl_logra.core.factor import block_rows, cached_rows, code_product, sign_dtype, subtract_product_
+from verl_logra.core.factor import cached_rows, code_product, sign_dtype, subtract_product_
 from verl_logra.core.projection import projection_key, sign_words, unpack_signs
 from verl_logra.core.split_weight import join_weight, nudge_ties_, split_weight
 from verl_logra.sync import wire
@@ -25,11 +25,7 @@ from verl_logra.sync.plan import ReceiverState, empty_state
 from verl_logra.sync.wire import Begin, End, Factors, WireError
 
 LowHalf = Literal["device", "host", "fp32"]
-
-
-def _product_elements(device: torch.device) -> int:
-    """Elements of a dense product at a time, of all updates together: 4 MiB on a CPU, 16 MiB elsewhere."""
-    return 1 << 20 if device.type == "cpu" else 1 << 22
+_BLOCK_ELEMENTS = 1 << 22  # at most, of a weight, and of the dense products of all updates together: 16 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +217,7 @@ class Receiver:
                 signs[update.refresh] = whole[:, columns.start : columns.stop]
         # A product is fast when it has many rows; what follows is fast when it stays in a core's cache.
         height, width = block.shape
-        many = max(1, _product_elements(block.device) // (count * max(1, width)))
+        many = max(1, _BLOCK_ELEMENTS // (count * max(1, width)))
         few = min(many, cached_rows(width, block.device))
         for first in range(0, height, many):
             last = min(first + many, height)
@@ -282,7 +278,7 @@ class Receiver:
             if not kept.part.counted:
                 continue
             block = kept.part.block()
-            step = min(block_rows(block.shape[1], device), max(1, _product_elements(device) // max(1, block.shape[1])))
+            step = max(1, min(cached_rows(block.shape[1], device), _BLOCK_ELEMENTS // max(1, block.shape[1])))
             for start in range(0, block.shape[0], step):
                 weight = self._load(kept, block, slice(start, start + step))
                 sums[i] += weight_checksum(weight, kept.part.rows.start + start, kept.part.columns.start)
