@@ -211,7 +211,7 @@ class Trainer:
             "seconds": seconds,
             "peak_bytes": peaks,
             "held_bytes": held,
-            "loss": float(loss),
+            "loss": float(loss.detach()),
             "gradient_norm": float(norm),
         }
 
