@@ -63,6 +63,24 @@ def test_what_adamw_trains_travels_in_full(architecture, refresh):
         assert_equal(model, optimizer, rollout)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_embeddings_travel_once(tied):
+    model = tiny_model("llama", tie_word_embeddings=tied, **SIZES)
+    optimizer = LoGRA(model, LoGRAConfig(rank=4, update_ratio=1e-3), lr=1e-2)
+    weight_sync, rollout = weight_sync_of(model, optimizer), Rollout(model, torch.bfloat16)
+    before = model.model.embed_tokens.weight.detach().clone()
+    send(weight_sync, rollout, optimizer)
+    train(model, optimizer, 1)
+    session = weight_sync.session(optimizer.num_updates)
+    session.open("rollout", rollout.states())
+    names = [name for name, _ in session.items()]
+    assert ("lm_head.weight" in names) is not tied and names.count("model.embed_tokens.weight") == 1
+    send(weight_sync, rollout, optimizer)
+    after = model.model.embed_tokens.weight.detach()
+    assert not torch.equal(before, after)
+    assert torch.equal(rollout.whole("model.embed_tokens.weight"), after.bfloat16())
+
+
 def test_fp32_weights_on_ties_of_the_rounding_are_exact_too():
     """Half of all elements have a low half of exactly 0x8000, where bf16 rounds to even."""
     model, optimizer, weight_sync = setup()

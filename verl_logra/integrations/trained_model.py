@@ -40,7 +40,7 @@ class LoGRATrainedModel:
         self.refusal = _refusal(optimizer) or self._renamed_targets()
         rest = {id(p) for group in optimizer.param_groups[1:] for p in group["params"]}
         named = module.named_parameters(remove_duplicate=False)
-        self._changing = {canonical_name(name) for name, p in named if id(p) in rest}
+        self._changing = {canonical_name(name) for name, p in named if id(p) in rest} - _tied_copies(module)
 
     def _renamed_targets(self) -> str:
         names = self._rename(self._module.state_dict()).keys()
@@ -70,6 +70,14 @@ class LoGRATrainedModel:
 
     def full_bytes(self) -> int:
         return sum(2 * p.numel() for n, p in self._module.state_dict().items())
+
+
+def _tied_copies(module: nn.Module) -> set[str]:
+    """Second names of tied parameters that Hugging Face leaves out of checkpoints, so that rollouts do without them."""
+    left_out = getattr(module, "_tied_weights_keys", None) or ()
+    first = {name for name, _ in module.named_parameters()}
+    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {canonical_name(name) for name in every - first} & set(left_out)
 
 
 def _refusal(optimizer: LoGRA) -> str:
