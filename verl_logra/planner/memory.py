@@ -240,66 +240,102 @@ class Rank:
         """fp32 input of a unit's reduce-scatter; kept until the next unit's begins (FSDPParamGroup.post_backward)."""
         return 4 * self.of_unit(self.graded, unit)
 
-    def reduce_output(self, unit: Unit) -> float:
-        return 4 * self.of_unit(self.graded, unit) / self.setting.ranks
-
     @cached_property
     def accumulated(self) -> float:
         """Unsharded fp32 gradients between micro-batches whose reduction is put off."""
         return 4.0 * sum(p.numel for p in self.graded) if self.setting.defers_reduction else 0.0
 
+    def prefetched(self, *units: Unit) -> float:
+        """Flat output of an all-gather that has not been waited for, or not been freed; one rank makes none."""
+        if self.setting.ranks == 1:
+            return 0.0
+        everything = list(self.model.parameters) + self.extra
+        return self.setting.compute_bytes * sum(self.of_unit(everything, unit) for unit in units)
+
     def forward_backward(self) -> Iterator[Moment]:
-        layers = self.model.num_layers
-        head: Unit = "root" if self.model.tied else "head"
-        own_head: tuple[Unit, ...] = () if self.model.tied else ("head",)
-        unsharded = self.accumulated
-        # The all-gather's flat output outlives the copy into parameters until the next unit is waited for.
+        """Of the last micro-batch. A backward prefetches the unit before (FSDPParamGroup._backward_prefetch)."""
+        layers, tied, stream = self.model.num_layers, self.model.tied, self.layer_input
+        head: Unit = "root" if tied else "head"
+        embedding: Unit = "root" if tied else "embedding"
+        only_untied: tuple[Unit, ...] = () if tied else ("head",)
+        waiting = self.accumulated
+
+        yield self._moment(
+            "forward of the head",
+            activations=self.activations(layers) + 2 * stream,
+            logits=self.logits,
+            gathered_layers=self.gathered(*only_untied) + self.prefetched(*only_untied),
+            unsharded_gradients=waiting,
+        )
         yield self._moment(
             "loss",
-            activations=self.activations(layers) + self.layer_input,
+            activations=self.activations(layers) + 2 * stream,
             logits=self.log_probs_bytes,
-            gathered_layers=self.gathered(*own_head, *own_head),
-            unsharded_gradients=unsharded,
+            gathered_layers=self.gathered(),
+            unsharded_gradients=waiting,
         )
         yield self._moment(
             "backward of the head",
-            activations=self.activations(layers) + 2 * self.layer_input,
+            activations=self.activations(layers) + 3 * stream,
             logits=self.logits,
-            gathered_layers=self.gathered(*own_head, "layer"),
-            unsharded_gradients=unsharded + self.gradients_of(head),
+            gathered_layers=self.gathered(*only_untied) + self.prefetched("layer"),
+            unsharded_gradients=waiting + self.gradients_of(head),
         )
-        if not self.model.tied:
+        if not tied:
             yield self._moment(
                 "reduction of the head",
-                activations=self.activations(layers) + 2 * self.layer_input,
-                gathered_layers=self.gathered("layer"),
-                unsharded_gradients=unsharded + self.gradients_of(head) + self.reduce_input(head),
-                gradients=self.reduce_output(head),
+                activations=self.activations(layers) + 2 * stream,
+                gathered_layers=self.gathered() + self.prefetched("layer"),
+                unsharded_gradients=waiting + self.gradients_of(head) + self.reduce_input(head),
             )
-        for layer, before in ((layers - 1, head), (0, "layer")):
-            held = self.reduce_input(before) if before == "layer" or not self.model.tied else 0
-            done = layers - 1 - layer
+        root = self.gradients_of("root") if tied else 0.0
+        for layer in (layers - 1, 0):
+            before: Unit = "layer" if layer < layers - 1 else head
+            held = self.reduce_input(before) if before != "root" else 0.0
+            ahead: tuple[Unit, ...] = ("layer",) if layer else (() if tied else ("embedding",))
+            gathered = self.gathered("layer") + self.prefetched(*ahead)
+            done = self.reduced(layers - 1 - layer)
             yield self._moment(
-                f"backward of layer {layer}",
+                f"backward of layer {layer}, MLP",
                 activations=self.activations(layer + 1) + self.layer_backward,
-                gathered_layers=self.gathered("layer", *(("layer",) if layer else ())),
-                unsharded_gradients=unsharded + held + self.gradients_of("layer"),
-                gradients=self.reduced(done),
+                gathered_layers=gathered,
+                unsharded_gradients=waiting + root + held + self.largest_gradient,
+                gradients=done,
+            )
+            yield self._moment(
+                f"backward of layer {layer}, attention",
+                activations=self.activations(layer + 1) + 6 * stream,
+                gathered_layers=gathered,
+                unsharded_gradients=waiting + root + held + self.gradients_of("layer"),
+                gradients=done,
             )
             yield self._moment(
                 f"reduction of layer {layer}",
-                activations=self.activations(layer) + 2 * self.layer_input,
-                gathered_layers=self.gathered(*(("layer",) if layer else ())),
-                unsharded_gradients=unsharded + self.gradients_of("layer") + self.reduce_input("layer"),
-                gradients=self.reduced(done) + self.reduce_output("layer"),
+                activations=self.activations(layer) + 2 * stream,
+                gathered_layers=self.gathered() + self.prefetched(*ahead),
+                unsharded_gradients=waiting + root + self.gradients_of("layer") + self.reduce_input("layer"),
+                gradients=done,
             )
-        last: Unit = "root" if self.model.tied else "embedding"
+        waiting /= layers
+        yield self._moment(
+            "backward of the embedding",
+            activations=stream,
+            gathered_layers=self.gathered(*(() if tied else ("embedding",))),
+            unsharded_gradients=waiting + root + self.reduce_input("layer") + self.gradients_of(embedding),
+            gradients=self.reduced(layers),
+        )
+        # The root post-backward of FSDP2 comes last and brings the embedding's, whose input needs no gradient.
         yield self._moment(
             "reduction of the embedding",
-            gathered_layers=self.gathered(*(() if self.model.tied else ("embedding",))),
-            unsharded_gradients=unsharded / layers + self.gradients_of(last) + self.reduce_input(last),
-            gradients=self.reduced(layers) + self.reduce_output(last),
+            unsharded_gradients=waiting + self.gradients_of(embedding) + self.reduce_input(embedding),
+            gradients=self.reduced(layers),
         )
+
+    @cached_property
+    def largest_gradient(self) -> float:
+        """Unsharded gradient of down_proj, the first of a layer's."""
+        mlp = [p for p in self.graded if p.unit == "layer" and ".mlp." in p.name]
+        return self.setting.compute_bytes * max((p.numel for p in mlp), default=0)
 
     @cached_property
     def log_probs_bytes(self) -> float:
@@ -375,7 +411,7 @@ class Rank:
         m, s, c = self.model, self.setting, self.setting.compute_bytes
         batch, length = s.probe_sequences, min(s.probe_max_tokens, s.seq_len)
         kept = batch * (length - min(s.prompt_len, length - 1)) * m.vocab_size
-        scores = batch * m.num_heads * length**2
+        scores = batch * m.num_heads * length * min(256, length)  # blockwise_attention.BLOCK
         stream = batch * length * (m.hidden_size + 3 * m.intermediate_size * max(1, m.experts_per_token))
         gathered = self.gathered("layer", "layer")
         head = self.gathered(*(() if m.tied else ("head",)))
@@ -383,7 +419,8 @@ class Rank:
         if self.trained:
             moved = 2 * s.storage_bytes * self.local(self.trained)  # rest.RestDisplacement
         grads = self.all_gradients
-        # Eager attention: scores, masked scores and fp32 softmax, each with its tangent; without the tangent in fp32.
+        # Eager attention of a block of queries: scores, masked scores and fp32 softmax, each with its tangent; without
+        # the tangent in fp32.
         yield self._moment(
             "probe: tangent", gradients=grads, gathered_layers=gathered, probe=scores * (4 * c + 20) + 2 * c * stream
         )
@@ -410,10 +447,19 @@ class Rank:
         whole = (self.setting.storage_bytes + 2) * largest
         yield self._moment("weight sync", sync_buffers=whole + self.setting.bucket_bytes)
 
+    def step(self) -> Iterator[Moment]:
+        """The optimizer's step, the controller's probe included."""
+        yield from self.optimizer_step()
+        if self.method == "logra" and self.setting.kl:
+            yield from self.probe()
+
+    def training_step(self) -> list[Moment]:
+        """One update, without the weight sync after it."""
+        return [*self.forward_backward(), *self.step()]
+
     def moments(self) -> list[Moment]:
-        """The step in order."""
-        probe = self.probe() if self.method == "logra" and self.setting.kl else ()
-        found = [*self.forward_backward(), *self.optimizer_step(), *probe, *self.weight_sync()]
+        """One update and the weight sync after it."""
+        found = [*self.training_step(), *self.weight_sync()]
         if self.setting.critic:
             beside = sum(self.resident.values())
             found = [Moment(m.name, {**m.parts, "critic": beside}) for m in found]
